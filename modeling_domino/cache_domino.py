@@ -1,0 +1,131 @@
+"""Caches: the drafter's own context store, and what releases of transformers differ in about the target's cache.
+
+The drafter attends to the committed context (keys and values made from the target's taps) and to its own block. Only
+the context is worth keeping, so the store appends context rows and lends space behind them to the block of the moment:
+there is nothing to crop after a round, and no copy that grows with the context.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from typing import Any
+
+import torch
+import transformers
+from packaging import version
+
+
+logger = logging.getLogger(__name__)
+
+# From 5.14 sliding layers record the rows of an unfinished round until `crop` is called, with 0 too; before 5.14
+# `crop(0)` emptied the cache.
+CROP_ZERO_IS_SAFE = version.parse(transformers.__version__) >= version.parse("5.14.0")
+
+
+class DominoCache:
+    """Context keys and values of the drafter, per layer.
+
+    Buffers `[B, kv_heads, capacity, head_dim]` grow by doubling; `get_seq_length()` counts committed context rows.
+    Memory: 2 x layers x kv_heads x head_dim x capacity elements per sequence.
+    """
+
+    def __init__(self):
+        self._keys: list[torch.Tensor] = []
+        self._values: list[torch.Tensor] = []
+        self._length = 0
+
+    def get_seq_length(self) -> int:
+        """Committed context rows (S)."""
+        return self._length
+
+    def append(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Writes new context rows `[B, kv_heads, S', head_dim]` of one layer; they count after `commit`."""
+        self._write(layer_idx, keys, values)
+
+    def commit(self, num_rows: int) -> None:
+        """Counts the `num_rows` context rows that every layer has appended."""
+        self._length += num_rows
+
+    def with_block(
+        self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Context rows followed by the block's rows `[B, kv_heads, K, head_dim]`, as views; the block is not kept."""
+        end = self._write(layer_idx, keys, values)
+        return self._keys[layer_idx][:, :, :end], self._values[layer_idx][:, :, :end]
+
+    def rewind(self, num_rows: int) -> None:
+        """Forgets the last `num_rows` context rows (a cache reused across turns)."""
+        if not 0 <= num_rows <= self._length:
+            raise ValueError(f"`num_rows` must lie in 0..{self._length} (the rows held), got {num_rows}.")
+        self._length -= num_rows
+
+    def _write(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> int:
+        end = self._length + keys.shape[2]
+        if layer_idx == len(self._keys):
+            self._keys.append(_grown(keys[:, :, :0], 0, end))
+            self._values.append(_grown(values[:, :, :0], 0, end))
+        elif end > self._keys[layer_idx].shape[2]:
+            self._keys[layer_idx] = _grown(self._keys[layer_idx], self._length, end)
+            self._values[layer_idx] = _grown(self._values[layer_idx], self._length, end)
+        self._keys[layer_idx][:, :, self._length : end] = keys
+        self._values[layer_idx][:, :, self._length : end] = values
+        return end
+
+
+def _grown(buffer: torch.Tensor, length: int, needed: int) -> torch.Tensor:
+    batch, heads, capacity, head_dim = buffer.shape
+    grown = buffer.new_empty(batch, heads, max(2 * capacity, needed + 256), head_dim)
+    grown[:, :, :length] = buffer[:, :, :length]
+    return grown
+
+
+def cache_keyword(target: torch.nn.Module) -> str:
+    """The name under which the target's forward takes its cache: `cache` from 5.24, `past_key_values` before.
+
+    The wrong one is silently swallowed by `**kwargs`, so it is read from the signature.
+    """
+    return "cache" if "cache" in inspect.signature(target.forward).parameters else "past_key_values"
+
+
+def cache_of(holder: Any, keyword: str) -> Any:
+    """The cache in a target's output or in a dictionary of model arguments."""
+    return holder.get(keyword) if isinstance(holder, dict) else getattr(holder, keyword)
+
+
+def start_recording(cache: Any) -> None:
+    """Lets sliding layers keep the rows of a round until they are cropped (5.14 and later)."""
+    if hasattr(cache, "activate_past_recording"):
+        cache.activate_past_recording()
+
+
+def drop_last(cache: Any, num_rows: int) -> None:
+    """Removes the last `num_rows` rows of the target's cache after a verification, on every supported release."""
+    if num_rows > 0 or CROP_ZERO_IS_SAFE:
+        cache.crop(-num_rows)
+
+
+def empty_filled_cache(cache: Any, input_ids: torch.Tensor, model_kwargs: dict[str, Any], generation_config) -> None:
+    """Empties a cache that the caller filled, if the prompt it belongs to was passed again.
+
+    From 5.3 assisted decoding feeds such a prompt on top of the cache, which gives wrong text with every assistant; and
+    the drafter needs the taps of the whole prompt anyway. A call with just the new tokens (their mask covers the cache
+    too) is left alone: the drafter then knows only those.
+    """
+    filled = cache.get_seq_length()
+    if filled == 0:
+        return
+    mask = model_kwargs.get("attention_mask")
+    mask_length = getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
+    if mask_length != input_ids.shape[1]:
+        return
+    logger.warning(
+        "The cache holds %d tokens and the whole prompt of %d was passed: emptying it, so that target and drafter read "
+        "the prompt together. Pass only the new tokens, with a mask over all, to keep it.",
+        int(filled),
+        input_ids.shape[1],
+    )
+    if hasattr(cache, "reset") and getattr(cache, "max_cache_len", None) not in (None, -1):
+        cache.reset()
+    else:
+        cache.crop(-int(filled))

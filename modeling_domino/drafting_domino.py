@@ -1,0 +1,136 @@
+"""Drafting: from the anchor and the committed context to a block of proposals.
+
+One bidirectional pass of the backbone over [anchor, MASK, ...] gives base logits for the whole block; the Domino head
+then corrects them causally, token by token (section 3.2 of https://huggingface.co/papers/2605.29707). Nothing here
+waits for the device: the ids stay on it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass
+class DraftChain:
+    """A chain of n drafts.
+
+    Args:
+        ids: `[B, n]`.
+        logits: the processed logits the ids were sampled from, `[B, n, V]` in fp32; `None` for greedy drafts.
+        base_ids, probabilities, base_probabilities: `[B, n]`, only when details are asked for.
+    """
+
+    ids: torch.Tensor
+    logits: torch.Tensor | None = None
+    base_ids: torch.Tensor | None = None
+    probabilities: torch.Tensor | None = None
+    base_probabilities: torch.Tensor | None = None
+
+    def details(self) -> dict[str, list]:
+        """The recorded details of the (only) sequence, named as the fields of a `Step`; empty if none were asked for."""
+        if self.base_ids is None:
+            return {}
+        return {
+            name: getattr(self, name)[0].tolist() for name in ("base_ids", "probabilities", "base_probabilities")
+        }
+
+
+def draft_chain(
+    drafter,
+    view,
+    cache,
+    *,
+    prefix_ids: torch.Tensor,
+    context_hidden_states: torch.Tensor,
+    position_ids: torch.Tensor,
+    num_drafts: int,
+    clock,
+    attention_mask: torch.Tensor | None = None,
+    processors=None,
+    do_sample: bool = False,
+    generator: torch.Generator | None = None,
+    details: bool = False,
+) -> DraftChain:
+    """Drafts the next `num_drafts` tokens.
+
+    Args:
+        drafter (`DominoDraftModel`): backbone and head.
+        view (`TargetView`): embeddings and output head of the target.
+        cache (`DominoCache`): the drafter's context store; the new context is committed to it.
+        prefix_ids: all committed tokens, the anchor last, `[B, S + 1]`; processors read them.
+        context_hidden_states: taps of the tokens committed since the last draft, `[B, S', L * D]`.
+        position_ids: their positions and those of the block, `[B, S' + K]`.
+        num_drafts (`int`): how many drafts to return (the block always has its trained size).
+        clock (`StageClock`): books the stages.
+        attention_mask: 1 for real tokens of context and block, `[B, S + K]`; `None` without padding.
+        processors (`LogitsProcessorList`, *optional*): applied to each draft's logits with the tokens before it.
+        do_sample (`bool`): sample the drafts instead of taking the most likely ones.
+        details (`bool`): also what the backbone alone would have picked, and the probabilities.
+
+    Returns:
+        [`DraftChain`].
+    """
+    config = drafter.config
+    anchor = prefix_ids[:, -1:]
+    num_new = context_hidden_states.shape[1]
+    drafter.append_context(context_hidden_states, position_ids[:, :num_new], cache)
+    clock.mark("context")
+
+    masks = anchor.new_full((anchor.shape[0], config.block_size - 1), config.mask_token_id)
+    noise_embeds = view.embed(torch.cat([anchor, masks], dim=1), like=context_hidden_states)
+    hidden = drafter(
+        noise_embeds, position_ids=position_ids[:, num_new:], attention_mask=attention_mask, cache=cache
+    ).last_hidden_state
+    hidden = hidden[:, config.first_draft_slot : config.first_draft_slot + num_drafts]
+    clock.mark("backbone")
+
+    base_logits = view.base_logits(hidden)
+    clock.mark("base_head")
+
+    chain = _roll_out(
+        drafter.head, view, hidden, base_logits, noise_embeds[:, 0], prefix_ids, processors, do_sample, generator, details
+    )
+    clock.mark("domino_head")
+    return chain
+
+
+def _roll_out(
+    head, view, hidden, base_logits, anchor_embeds, prefix_ids, processors, do_sample, generator, details
+) -> DraftChain:
+    """Picks the drafts one after the other, each from base logits corrected with the tokens picked before it."""
+    ids = prefix_ids
+    prefix_length = prefix_ids.shape[1]
+    state = head.initial_state(ids.shape[0]) if head is not None else None
+    token_embeds = anchor_embeds
+    picked, processed, probabilities = [], [], []
+    for i in range(base_logits.shape[1]):
+        logits = base_logits[:, i]
+        if head is not None:
+            state = head.advance(state, token_embeds)
+            if i >= head.prefix_len:
+                logits = head.correct(logits, hidden[:, i], state)
+        if processors or do_sample:
+            logits = logits.float()
+        if processors:
+            logits = processors(ids, logits)
+        if do_sample:
+            token = torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)
+            processed.append(logits)
+        else:
+            token = logits.argmax(dim=-1, keepdim=True)
+        if details:
+            probabilities.append(logits.float().softmax(dim=-1).gather(1, token))
+        picked.append(token)
+        if processors:
+            ids = torch.cat([ids, token.to(ids.device)], dim=1)
+        if head is not None and i + 1 < base_logits.shape[1]:
+            token_embeds = view.embed(token, like=hidden).squeeze(1)
+    draft_ids = torch.cat(picked, dim=1) if picked else ids[:, prefix_length:]
+    chain = DraftChain(ids=draft_ids, logits=torch.stack(processed, dim=1) if processed else None)
+    if details and picked:
+        chain.base_ids = base_logits.argmax(dim=-1)
+        chain.probabilities = torch.cat(probabilities, dim=1)
+        chain.base_probabilities = base_logits.float().softmax(-1).gather(2, draft_ids[..., None]).squeeze(2)
+    return chain

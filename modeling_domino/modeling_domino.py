@@ -1,0 +1,357 @@
+"""The Domino drafter: a DFlash backbone on Qwen3 parts, with the Domino correction head at its root.
+
+The backbone is a small Qwen3 that differs in one thing: its attention is bidirectional over a block of mask tokens, and
+its keys and values also come from the target's hidden states of the committed context. The head corrects the block's
+logits causally. Neither embeddings nor output head are stored; both are borrowed from the target.
+
+Domino: https://huggingface.co/papers/2605.29707 (sections 3.1 and 3.2).
+
+Notation of the shapes in this package: B batch, S committed context, K draft block, D hidden, G GRU width, R correction
+rank, V vocabulary, L tapped layers, N tree nodes; n is the number of drafts of a round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, initialization
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutput
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3MLP,
+    Qwen3RMSNorm,
+    Qwen3RotaryEmbedding,
+    eager_attention_forward,
+    rotate_half,
+)
+
+from .cache_domino import DominoCache
+from .configuration_domino import DominoConfig
+from .generation_domino import spec_generate
+from .head_domino import DominoHead
+from .plug_domino import Attachment, candidate_generator, install_plug, run_assisted
+from .record_domino import Run, get_last_run
+
+
+# How published checkpoints spell our parameter names: containers around the drafter or its head, and TorchSpec's names.
+CHECKPOINT_NAMES = {
+    r"^(?:draft_model\.|dflash_module\.|model\.)": "",
+    r"^(?:logit_head\.|domino_head\.)": "",
+    r"^causal_gru\.": "prefix_gru.",
+    r"^correction_w1\.": "embed_proj.0.",
+    r"^correction_w2\.": "embed_proj.2.",
+}
+
+
+class DominoRotaryEmbedding(Qwen3RotaryEmbedding):
+    """Rotary embedding whose frequencies stay fp32: rounded to bf16 they drift with the position."""
+
+    def _apply(self, fn, recurse=True):
+        exact = self.inv_freq
+        super()._apply(fn, recurse)
+        if self.inv_freq.dtype != torch.float32:
+            self.inv_freq = exact.to(self.inv_freq.device)
+            self.original_inv_freq = self.inv_freq.clone()
+        return self
+
+
+def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Applies rotary positions `[B, n, head_dim]` to `[B, heads, n, head_dim]`."""
+    # Queries and keys have different lengths here, so each is rotated on its own.
+    return states * cos.unsqueeze(1) + rotate_half(states) * sin.unsqueeze(1)
+
+
+class DominoAttention(nn.Module):
+    """Qwen3 attention whose keys and values also come from the target's context (section 3.1), without causality."""
+
+    def __init__(self, config: DominoConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.scaling = self.head_dim**-0.5
+        self.attention_dropout = config.attention_dropout
+        self.is_causal = False
+        queries, keys = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, queries, bias=config.attention_bias)
+        self.k_proj = nn.Linear(config.hidden_size, keys, bias=config.attention_bias)
+        self.v_proj = nn.Linear(config.hidden_size, keys, bias=config.attention_bias)
+        self.o_proj = nn.Linear(queries, config.hidden_size, bias=config.attention_bias)
+        self.q_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+
+    def keys_values(
+        self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values `[B, kv_heads, n, head_dim]` of context or block rows `[B, n, D]`."""
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        keys = self.k_norm(self.k_proj(hidden_states).view(shape)).transpose(1, 2)
+        values = self.v_proj(hidden_states).view(shape).transpose(1, 2)
+        return rotate(keys, *position_embeddings), values
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        context: torch.Tensor | None,
+        block_positions: tuple[torch.Tensor, torch.Tensor],
+        context_positions: tuple[torch.Tensor, torch.Tensor] | None,
+        attention_mask: torch.Tensor | None,
+        cache: DominoCache | None,
+    ) -> torch.Tensor:
+        batch, length = hidden_states.shape[:2]
+        queries = self.q_norm(self.q_proj(hidden_states).view(batch, length, -1, self.head_dim)).transpose(1, 2)
+        queries = rotate(queries, *block_positions)
+        keys, values = self.keys_values(hidden_states, block_positions)
+        if cache is not None:
+            keys, values = cache.with_block(self.layer_idx, keys, values)
+        elif context is not None:
+            context_keys, context_values = self.keys_values(context, context_positions)
+            keys = torch.cat([context_keys, keys], dim=2)
+            values = torch.cat([context_values, values], dim=2)
+        attend: Callable = eager_attention_forward
+        if self.config._attn_implementation != "eager":
+            attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        output, _ = attend(
+            self,
+            queries,
+            keys,
+            values,
+            attention_mask,
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+        )
+        return self.o_proj(output.reshape(batch, length, -1))
+
+
+class DominoDecoderLayer(GradientCheckpointingLayer):
+    """Qwen3 decoder layer around [`DominoAttention`]."""
+
+    def __init__(self, config: DominoConfig, layer_idx: int):
+        super().__init__()
+        self.self_attn = DominoAttention(config, layer_idx)
+        self.mlp = Qwen3MLP(config)
+        self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(self, hidden_states: torch.Tensor, *attention_args) -> torch.Tensor:
+        hidden_states = hidden_states + self.self_attn(self.input_layernorm(hidden_states), *attention_args)
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+class DominoPreTrainedModel(PreTrainedModel):
+    """Loading rules of a drafter: every tensor must be there, none may be left over, and never fp16."""
+
+    config: DominoConfig
+    config_class = DominoConfig
+    base_model_prefix = ""
+    main_input_name = "noise_embeds"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["DominoDecoderLayer"]
+    _supports_sdpa = True
+    _supports_attention_backend = True
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, nn.GRU):
+            # torch's own initialisation, in the form that leaves loaded tensors alone.
+            bound = module.hidden_size**-0.5
+            for parameter in module.parameters():
+                initialization.uniform_(parameter, -bound, bound)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info: bool = False, **kwargs):
+        """Loads a drafter from a folder or a Hub id, in any published spelling.
+
+        Raises:
+            ValueError: if a tensor is missing, left over or of another shape, or if the weights would be fp16.
+        """
+        kwargs.setdefault("key_mapping", CHECKPOINT_NAMES)
+        kwargs.setdefault("ignore_mismatched_sizes", True)
+        model, info = super().from_pretrained(
+            pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
+        )
+        missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
+        misshaped = sorted(str(key) for key in info["mismatched_keys"])
+        for problem, keys in (("lacks", missing), ("has unknown", unexpected), ("has misshaped", misshaped)):
+            if keys:
+                raise ValueError(
+                    f"{pretrained_model_name_or_path} {problem} tensors {', '.join(keys[:4])}"
+                    f"{f' and {len(keys) - 4} more' if len(keys) > 4 else ''}; the drafter would draft nonsense, so it "
+                    "is not loaded: check that config and weights belong together."
+                )
+        model.check_dtype()
+        return (model, info) if output_loading_info else model
+
+    def check_dtype(self) -> None:
+        """Refuses fp16, in which hidden-state outliers overflow and acceptance falls to 0-6 %."""
+        if self.dtype == torch.float16:
+            raise ValueError(
+                "A Domino drafter must run in bfloat16 or float32, got float16 (its hidden states overflow there); load "
+                "it with `dtype=torch.bfloat16`."
+            )
+
+
+class DominoDraftModel(DominoPreTrainedModel):
+    """Drafter of the Domino family: backbone and, unless it is a DFlash drafter, the correction head.
+
+    Use it as `target.generate(**inputs, assistant_model=drafter)` or `drafter.spec_generate(target, input_ids)`.
+    Creating one lets transformers' assisted decoding serve Domino drafters (see `plug_domino.py`).
+
+    Attributes:
+        record_details (`bool`): also record what the backbone alone would have picked, and probabilities. Costs a
+            softmax over the vocabulary per draft.
+        use_head (`bool`): set to `False` to bypass the correction ("head off").
+    """
+
+    def __init__(self, config: DominoConfig):
+        super().__init__(config)
+        self.layers = nn.ModuleList([DominoDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
+        self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
+        self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = DominoRotaryEmbedding(config)
+        if config.has_head:
+            # At the root, under the names of the released checkpoints; `head` groups the mathematics.
+            bias, width, rank = config.head_bias, config.gru_hidden_dim, config.emb_dim
+            self.prefix_gru = nn.GRU(config.hidden_size, width, batch_first=True, bias=bias)
+            self.embed_proj = nn.Sequential(
+                nn.Linear(config.hidden_size + width, rank, bias=bias),
+                nn.SiLU(),
+                nn.Linear(rank, config.vocab_size, bias=bias),
+            )
+        self.use_head = True
+        self.record_details = False
+        install_plug()
+        self.post_init()
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        # Unpickling does not run `__init__`.
+        install_plug()
+
+    @property
+    def head(self) -> DominoHead | None:
+        """The correction head, or `None` for a DFlash drafter or with `use_head = False`."""
+        if not (self.config.has_head and self.use_head):
+            return None
+        return DominoHead(self.prefix_gru, self.embed_proj, self.config.pure_draft_prefix_len)
+
+    @property
+    def head_state(self) -> str:
+        """What corrects the drafts: "domino", "off" (bypassed) or "none" (DFlash)."""
+        return "none" if not self.config.has_head else "domino" if self.use_head else "off"
+
+    @property
+    def last_run(self) -> Run | None:
+        """Statistics and trace of this drafter's last generation in this thread."""
+        return get_last_run(self)
+
+    def describe(self) -> str:
+        """One line on what this drafter is."""
+        config = self.config
+        kind = {
+            "domino": f"Domino, GRU {config.gru_hidden_dim}, rank {config.emb_dim}",
+            "off": "Domino with its head off",
+            "none": "DFlash, no correction head",
+        }[self.head_state]
+        return f"{kind}, block {config.block_size}, {config.num_hidden_layers} layers, taps {config.target_layer_ids}"
+
+    def extra_repr(self) -> str:
+        return self.describe()
+
+    def append_context(
+        self, context_hidden_states: torch.Tensor, position_ids: torch.Tensor, cache: DominoCache
+    ) -> None:
+        """Commits context rows to the store: taps `[B, S', L * D]` at positions `[B, S']`."""
+        context = self.hidden_norm(self.fc(context_hidden_states))
+        positions = self.rotary_emb(context, position_ids)
+        for i, layer in enumerate(self.layers):
+            cache.append(i, *layer.self_attn.keys_values(context, positions))
+        cache.commit(context.shape[1])
+
+    def forward(
+        self,
+        noise_embeds: torch.Tensor,
+        context_hidden_states: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        cache: DominoCache | None = None,
+    ) -> BaseModelOutput:
+        """One pass of the backbone over a block.
+
+        Args:
+            noise_embeds: raw embeddings of the anchor and K - 1 mask tokens, `[B, K, D]`; in training several blocks
+                side by side.
+            context_hidden_states: taps of the context rows that are not in `cache` yet, `[B, S', L * D]`.
+            position_ids: positions of those rows and of the block, `[B, S' + K]`; by default consecutive.
+            attention_mask: 1 for real tokens, over stored context, new context and block, `[B, S + K]`; or what the
+                attention function takes as it is, `[B, 1, K, S + K]`.
+            cache (`DominoCache`, *optional*): context store; new rows are committed to it, the block is not.
+
+        Returns:
+            `BaseModelOutput` with `last_hidden_state` `[B, K, D]`, after the final norm.
+        """
+        num_context = 0 if context_hidden_states is None else context_hidden_states.shape[1]
+        length = noise_embeds.shape[1]
+        if position_ids is None:
+            past = 0 if cache is None else cache.get_seq_length()
+            position_ids = torch.arange(past, past + num_context + length, device=noise_embeds.device)[None]
+        context, context_positions = None, None
+        if num_context and cache is not None:
+            self.append_context(context_hidden_states, position_ids[:, :num_context], cache)
+        elif num_context:
+            context = self.hidden_norm(self.fc(context_hidden_states))
+            context_positions = self.rotary_emb(context, position_ids[:, :num_context])
+        block_positions = self.rotary_emb(noise_embeds, position_ids[:, num_context:])
+        mask = self._expand_mask(attention_mask, noise_embeds)
+        hidden_states = noise_embeds
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, context, block_positions, context_positions, mask, cache)
+        return BaseModelOutput(last_hidden_state=self.norm(hidden_states))
+
+    def _expand_mask(self, mask: torch.Tensor | None, noise_embeds: torch.Tensor) -> torch.Tensor | None:
+        """A `[B, S + K]` mask in the form the attention function takes; others pass through."""
+        if mask is None or mask.dim() != 2:
+            return mask
+        seen = mask[:, None, None, :].bool().expand(-1, 1, noise_embeds.shape[1], -1)
+        if self.config._attn_implementation == "sdpa":
+            return seen
+        hidden = torch.finfo(noise_embeds.dtype).min
+        return torch.zeros(seen.shape, dtype=noise_embeds.dtype, device=mask.device).masked_fill(~seen, hidden)
+
+    spec_generate = spec_generate
+
+    def attach(self, target) -> Attachment:
+        """Lets `target.generate(...)` draft with this drafter without naming it; undone by `detach()`."""
+        return Attachment(self, target)
+
+    def generate(self, *args, **kwargs):
+        """A drafter cannot write on its own.
+
+        Raises:
+            TypeError: always, with the call that works.
+        """
+        target = self.config.target_model or "<target id>"
+        raise TypeError(
+            "This is a drafter, not a language model: load its target and call "
+            f'`AutoModelForCausalLM.from_pretrained("{target}").generate(**inputs, assistant_model=drafter)`.'
+        )
+
+    # The protocol that the plug looks for.
+    def _domino_assisted_decoding(self, original, target, *args, **kwargs):
+        return run_assisted(self, original, target, *args, **kwargs)
+
+    def _domino_get_candidate_generator(self, original, target, *args, **kwargs):
+        return candidate_generator()
+
+
+class DominoForCausalLM(DominoDraftModel):
+    """What `AutoModelForCausalLM` loads from a drafter repo: the drafter, whose `generate` says how to use it."""
+
+
+DominoConfig.register_for_auto_class()
+DominoDraftModel.register_for_auto_class("AutoModel")

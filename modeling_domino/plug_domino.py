@@ -1,0 +1,334 @@
+"""The plug into transformers' assisted decoding: `target.generate(**inputs, assistant_model=drafter)`.
+
+transformers has no hook for a drafter that reads the target's hidden states and corrects logits causally. The plug
+wraps two private methods of `GenerationMixin` and does nothing unless the assistant is a Domino drafter; all its logic
+lives in the drafter's own module, so drafters of several revisions share one thin wrapper. It also covers faults of
+the core that hit every assistant: stopping criteria inside a block, a cache that the caller has already filled, and
+hooks left behind.
+
+Importing this module changes nothing; creating a drafter installs the plug, `remove_plug` takes it out.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import time
+from typing import Any
+
+import torch
+from transformers import GenerationMixin, StoppingCriteriaList
+from transformers.generation.candidate_generator import CandidateGenerator
+
+from .cache_domino import DominoCache, cache_keyword, cache_of, empty_filled_cache
+from .drafting_domino import DraftChain, draft_chain
+from .generation_domino import resolve_rule, resolve_width
+from .record_domino import Run, StageClock, Step, set_last_run
+from .taps_domino import TargetTaps
+from .target_domino import TargetView
+
+
+PATCHED = ("_get_candidate_generator", "_assisted_decoding")
+MARK = "_domino_original"
+# transformers fills `num_assistant_tokens` with this when the caller says nothing.
+UNSET_ASSISTANT_TOKENS = 20
+FOREIGN_MARKS = ("DFlash", "Domino")
+
+# The generation that is running in this thread or task: handed from `_assisted_decoding` to `_get_candidate_generator`.
+_SESSION: contextvars.ContextVar[DominoCandidateGenerator | None] = contextvars.ContextVar("domino", default=None)
+
+
+def install_plug() -> None:
+    """Wraps the two methods of `GenerationMixin`, once per process.
+
+    Raises:
+        RuntimeError: if this transformers release has no such methods.
+    """
+    for name in PATCHED:
+        original = getattr(GenerationMixin, name, None)
+        if original is None:
+            raise RuntimeError(
+                f"transformers has no GenerationMixin.{name} any more, so `assistant_model=` cannot be served; use "
+                "`drafter.spec_generate(target, input_ids)` and install a release within transformers>=5.8.1,<6."
+            )
+        if not hasattr(original, MARK):
+            setattr(GenerationMixin, name, _wrap(original))
+
+
+def remove_plug() -> None:
+    """Restores the methods of `GenerationMixin`."""
+    for name in PATCHED:
+        original = getattr(getattr(GenerationMixin, name), MARK, None)
+        if original is not None:
+            setattr(GenerationMixin, name, original)
+
+
+def _wrap(original):
+    # `generate` reads the signature of the decoding method, hence `functools.wraps`.
+    @functools.wraps(original)
+    def wrapper(self, *args, assistant_model=None, **kwargs):
+        # By protocol, not by class: a drafter loaded by remote code has its own copy of every class.
+        serve = getattr(assistant_model, f"_domino{original.__name__}", None)
+        if serve is not None:
+            return serve(original, self, *args, **kwargs)
+        _refuse_foreign(assistant_model)
+        return original(self, *args, assistant_model=assistant_model, **kwargs)
+
+    setattr(wrapper, MARK, original)
+    return wrapper
+
+
+def _refuse_foreign(assistant) -> None:
+    """Refuses a DFlash or Domino drafter that was loaded as something else: it would draft nonsense, slowly."""
+    config = getattr(assistant, "config", None)
+    names = [type(assistant).__name__, *(getattr(config, "architectures", None) or [])]
+    foreign = any(mark in name for name in names for mark in FOREIGN_MARKS)
+    if config is not None and (foreign or getattr(config, "dflash_config", None) is not None):
+        source = getattr(config, "_name_or_path", "") or "<id>"
+        raise ValueError(
+            f"The assistant is a Domino or DFlash drafter loaded as {type(assistant).__name__}, which cannot draft; load "
+            f'it with `DominoDraftModel.from_pretrained("{source}")`, or convert it once with `domino convert` and load '
+            "that folder with `AutoModel.from_pretrained(folder, trust_remote_code=True)`."
+        )
+
+
+def run_assisted(
+    drafter, original, target, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs
+):
+    """Serves `_assisted_decoding` for a Domino drafter: prepares a generator, runs the core's loop, cleans up."""
+    cache = cache_of(kwargs, cache_keyword(target))
+    _check_call(target, input_ids, cache)
+    empty_filled_cache(cache, input_ids, kwargs, generation_config)
+    session = DominoCandidateGenerator(
+        drafter, target, input_ids, logits_processor, stopping_criteria, generation_config
+    )
+    token = _SESSION.set(session)
+    try:
+        result = original(
+            target,
+            input_ids,
+            logits_processor=logits_processor,
+            stopping_criteria=_NotOnPrompt(stopping_criteria, input_ids.shape[1]),
+            generation_config=generation_config,
+            assistant_model=drafter,
+            **kwargs,
+        )
+        session.finish(result if isinstance(result, torch.Tensor) else result.sequences)
+        return result
+    finally:
+        session.close()
+        _SESSION.reset(token)
+
+
+def candidate_generator() -> DominoCandidateGenerator:
+    """Serves `_get_candidate_generator`: the generator of the generation that runs in this thread or task."""
+    session = _SESSION.get()
+    if session is None:
+        raise RuntimeError(
+            "A Domino drafter drafts within `target.generate(..., assistant_model=drafter)`; call that, or "
+            "`drafter.spec_generate(target, input_ids)`."
+        )
+    return session
+
+
+def _check_call(target, input_ids: torch.Tensor, cache: Any) -> None:
+    if input_ids.shape[0] != 1:
+        raise ValueError(
+            f"transformers' assisted decoding takes one sequence at a time, got a batch of {input_ids.shape[0]}; call it "
+            "once per prompt."
+        )
+    if cache is None:
+        raise ValueError("Speculative decoding needs the target's cache; call with use_cache=True.")
+    if "Quantized" in type(cache).__name__:
+        raise ValueError(
+            f"Speculative decoding must take rejected tokens back, which a {type(cache).__name__} cannot; use the "
+            "default cache."
+        )
+
+
+class _NotOnPrompt(StoppingCriteriaList):
+    """Stopping criteria that stay silent on the bare prompt.
+
+    Before 5.18 the core asks them about prompt and drafts together, and a prompt that ends in a stop token with an
+    empty first draft returned nothing.
+    """
+
+    def __init__(self, criteria, prompt_length: int):
+        super().__init__(criteria)
+        self.prompt_length = prompt_length
+
+    def __call__(self, input_ids, scores, **kwargs):
+        if input_ids.shape[1] <= self.prompt_length:
+            return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+        return super().__call__(input_ids, scores, **kwargs)
+
+
+class DominoCandidateGenerator(CandidateGenerator):
+    """Drafts for transformers' assisted decoding, from the outputs of the target's last forward.
+
+    The first call passes the prompt through undrafted (there are no taps yet); each later call reads the taps of the
+    tokens that were committed since, counted by the growth of `input_ids`.
+    """
+
+    requires_model_outputs = True
+
+    def __init__(self, drafter, target, input_ids, logits_processor, stopping_criteria, generation_config):
+        drafter.check_dtype()
+        self.view = TargetView(target, drafter.config)
+        self.drafter = drafter
+        self.processors = logits_processor or None
+        self.criteria = stopping_criteria
+        self.do_sample = generation_config.do_sample
+        self.temperature = float(generation_config.temperature or 1.0) if self.do_sample else 0.0
+        self.rule = resolve_rule(None, self.do_sample)
+        self.max_length = generation_config.max_length
+        asked = generation_config.num_assistant_tokens
+        self.width = resolve_width(None if asked == UNSET_ASSISTANT_TOKENS else asked, drafter.config)
+        self.cache = DominoCache()
+        self.clock = StageClock(drafter.device, synchronize=drafter.record_details)
+        self.chains: list[DraftChain] = []
+        self.lengths: list[int] = []
+        self.stage_seconds: list[dict[str, float]] = []
+        self.prompt_length = input_ids.shape[1]
+        self.started = time.perf_counter()
+        wants_hidden = bool(generation_config.return_dict_in_generate and generation_config.output_hidden_states)
+        self.taps = TargetTaps(
+            self.view.layers, drafter.config.target_layer_ids, all_hidden_states=wants_hidden
+        ).__enter__()
+        self.model_kwargs_overrides = self.taps.forward_kwargs
+
+    def get_candidates(
+        self, input_ids, model_kwargs=None, model_outputs=None, is_first_iteration=False, n_last_matches=None, **kwargs
+    ):
+        """Committed ids followed by the drafts `[1, S + 1 + n]`, and the logits the drafts were sampled from."""
+        if is_first_iteration:
+            return input_ids, None
+        self.clock.mark("verify")
+        self.stage_seconds.append(self.clock.take())
+        previous = self.lengths[-1] if self.lengths else None
+        self.lengths.append(input_ids.shape[1])
+        # All rows of the prompt, then the rows of the tokens that the last round added.
+        num_rows = None if previous is None else input_ids.shape[1] - previous
+        context = self.taps.read(model_outputs, num_rows, device=self.drafter.device).to(self.drafter.dtype)
+        num_drafts = min(self.width, self.max_length - input_ids.shape[1] - 1)
+        if num_drafts <= 0:
+            self.chains.append(DraftChain(ids=input_ids[:, :0]))
+            return input_ids, None
+        positions, mask = self._positions_and_mask(model_kwargs, context.shape[1])
+        chain = draft_chain(
+            self.drafter,
+            self.view,
+            self.cache,
+            prefix_ids=input_ids,
+            context_hidden_states=context,
+            position_ids=positions,
+            attention_mask=mask,
+            num_drafts=num_drafts,
+            clock=self.clock,
+            processors=self.processors,
+            do_sample=self.do_sample,
+            details=self.drafter.record_details,
+        )
+        candidates = torch.cat([input_ids, chain.ids.to(input_ids.device)], dim=1)
+        keep = self._drafts_before_stop(candidates, input_ids.shape[1])
+        chain.ids = chain.ids[:, :keep]
+        self.chains.append(chain)
+        logits = chain.logits[:, :keep] if chain.logits is not None and keep > 0 else None
+        return candidates[:, : input_ids.shape[1] + keep], logits
+
+    def _positions_and_mask(self, model_kwargs, num_context: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Positions of the new context and of the block `[1, S' + K]`, and the mask over all context and the block."""
+        device, config = self.drafter.device, self.drafter.config
+        positions = model_kwargs["position_ids"]
+        if positions.dim() == 3:
+            # A vision-language target has one row of positions per axis; for text they agree.
+            positions = positions[0]
+        positions = positions[:, -num_context - 1 :].to(device)
+        block = positions[:, -1:] + torch.arange(1, config.block_size, device=device)
+        mask = model_kwargs.get("attention_mask")
+        if mask is not None:
+            # Without the anchor's own entry, which is the first of the block's.
+            rows = self.cache.get_seq_length() + num_context
+            mask = torch.cat([mask[:, -rows - 1 : -1], mask.new_ones(1, config.block_size)], dim=1).to(device)
+        return torch.cat([positions, block], dim=1), mask
+
+    def _drafts_before_stop(self, candidates: torch.Tensor, length: int) -> int:
+        """How many drafts come before the first that would end the text: that one shall be the target's own token.
+
+        The core asks the criteria once per round, about the whole block, and so writes on behind a stop string.
+        """
+        for end in range(length + 1, candidates.shape[1] + 1):
+            if bool(self.criteria(candidates[:, :end], None).all()):
+                return end - 1 - length
+        return candidates.shape[1] - length
+
+    def finish(self, sequences: torch.Tensor) -> None:
+        """Turns the recorded rounds into the run, once the whole text is known."""
+        self.clock.mark("verify")
+        self.stage_seconds.append(self.clock.take())
+        ids = sequences[0].tolist()
+        config, target = self.drafter.config, self.view.target
+        run = Run(
+            target=target.config._name_or_path or type(target).__name__,
+            drafter=config._name_or_path or type(self.drafter).__name__,
+            head=self.drafter.head_state,
+            path="stock",
+            block_size=config.block_size,
+            prompt_tokens=self.prompt_length,
+            temperature=self.temperature,
+            rule=self.rule,
+            seconds=time.perf_counter() - self.started,
+        )
+        chains = [DraftChain(ids=sequences[:, :0]), *self.chains]
+        starts = [self.prompt_length, *self.lengths]
+        ends = [*self.lengths, len(ids)]
+        for i, (chain, start, end) in enumerate(zip(chains, starts, ends)):
+            step = Step(
+                draft_ids=chain.ids[0].tolist(),
+                accepted=end - start - 1,
+                own_id=ids[end - 1],
+                stage_seconds=self.stage_seconds[i],
+                is_prefill=i == 0,
+                **chain.details(),
+            )
+            step.keep_drafts(len(step.draft_ids))
+            run.steps.append(step)
+        set_last_run(self.drafter, run)
+
+    def close(self) -> None:
+        """Removes the hooks from the target."""
+        self.taps.close()
+
+
+class Attachment:
+    """A target that drafts with one drafter by itself: `target.generate(...)` needs no `assistant_model=`.
+
+    Undone by `detach()`, or at the end of a `with` block.
+    """
+
+    def __init__(self, drafter, target):
+        drafter.check_dtype()
+        TargetView(target, drafter.config)
+        if "generate" in vars(target):
+            raise ValueError("A drafter is already attached to this target; call `detach()` on it first.")
+        self._target = target
+        generate = target.generate
+
+        @functools.wraps(generate)
+        def generate_with_drafter(*args, **kwargs):
+            # Another decoding method, or another assistant, was asked for by name.
+            if kwargs.get("custom_generate") is None:
+                kwargs.setdefault("assistant_model", drafter)
+            return generate(*args, **kwargs)
+
+        target.generate = generate_with_drafter
+
+    def detach(self) -> None:
+        """Gives the target its own `generate` back; may be called twice."""
+        vars(self._target).pop("generate", None)
+
+    def __enter__(self) -> Attachment:
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.detach()

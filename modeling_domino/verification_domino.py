@@ -1,0 +1,74 @@
+"""Accept rules: how many drafts of a chain the target keeps, and its own token behind them.
+
+Pure functions of ids and logits, without models, caches or randomness of their own. Each is lossless: the text follows
+the target's law exactly, whatever the drafter proposes. Logits are the PROCESSED ones (temperature, top-k, penalties),
+the target's and the drafter's alike.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+# Below this, p and q agree to rounding and the residual is noise: sampling p itself is exact to the same order.
+RESIDUAL_FLOOR = 1e-8
+
+
+def accept_match(draft_ids: torch.Tensor, own_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keeps drafts while they equal the token that the target picks at their position.
+
+    Rule: d_i is kept while d_i == t_i, where t_i is the target's own pick (argmax, or a sample) given d_1..d_{i-1};
+    the own token is the pick at the first difference. Greedy picks: https://huggingface.co/papers/1811.03115.
+
+    Args:
+        draft_ids: `[B, n]`.
+        own_ids: the target's picks after the anchor and after each draft, `[B, n + 1]`.
+
+    Returns:
+        accepted `[B]` and own token `[B]`.
+    """
+    accepted = (draft_ids == own_ids[:, :-1]).cumprod(dim=1).sum(dim=1)
+    return accepted, own_ids.gather(1, accepted[:, None]).squeeze(1)
+
+
+def accept_speculative(
+    draft_ids: torch.Tensor,
+    draft_logits: torch.Tensor,
+    target_logits: torch.Tensor,
+    *,
+    generator: torch.Generator | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Speculative sampling: keeps a sampled draft with probability min(1, p/q).
+
+    Rule: d_i ~ q is kept if u < p(d_i)/q(d_i); at the first refusal the own token is drawn from the positive part of
+    p - q, and from p behind a block that was kept whole. https://huggingface.co/papers/2211.17192, algorithm 1.
+
+    Args:
+        draft_ids: `[B, n]`, sampled from `draft_logits`.
+        draft_logits: `[B, n, V]`, exactly those that were sampled from.
+        target_logits: after the anchor and after each draft, `[B, n + 1, V]`.
+
+    Returns:
+        accepted `[B]` and own token `[B]`.
+    """
+    batch, num_drafts = draft_ids.shape
+    p = target_logits.softmax(dim=-1)
+    q = draft_logits.softmax(dim=-1)
+    p_draft = p[:, :num_drafts].gather(2, draft_ids[..., None]).squeeze(2)
+    q_draft = q.gather(2, draft_ids[..., None]).squeeze(2)
+    uniform = torch.rand(p_draft.shape, device=p.device, dtype=p.dtype, generator=generator)
+    # u * q < p instead of u < p / q: no division by a vanishing q.
+    accepted = (uniform * q_draft < p_draft).cumprod(dim=1).sum(dim=1)
+    rows = torch.arange(batch, device=p.device)
+    p_next = p[rows, accepted]
+    # Behind the last draft there is no q: a row of zeros makes the residual p itself.
+    q_next = torch.cat([q, q.new_zeros(batch, 1, q.shape[-1])], dim=1)[rows, accepted]
+    residual = (p_next - q_next).clamp(min=0)
+    law = torch.where(residual.sum(dim=-1, keepdim=True) > RESIDUAL_FLOOR, residual, p_next)
+    return accepted, torch.multinomial(law, 1, generator=generator).squeeze(1)
+
+
+def sample_rows(logits: torch.Tensor, *, generator: torch.Generator | None = None) -> torch.Tensor:
+    """One sample per row of `logits` `[B, n, V]`: `[B, n]`."""
+    flat = logits.softmax(dim=-1).flatten(0, 1)
+    return torch.multinomial(flat, 1, generator=generator).view(logits.shape[:2])
