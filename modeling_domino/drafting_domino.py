@@ -32,9 +32,7 @@ class DraftChain:
         """The recorded details of the (only) sequence, named as the fields of a `Step`; empty if none were asked for."""
         if self.base_ids is None:
             return {}
-        return {
-            name: getattr(self, name)[0].tolist() for name in ("base_ids", "probabilities", "base_probabilities")
-        }
+        return {name: getattr(self, name)[0].tolist() for name in ("base_ids", "probabilities", "base_probabilities")}
 
 
 def draft_chain(
@@ -90,7 +88,16 @@ def draft_chain(
     clock.mark("base_head")
 
     chain = _roll_out(
-        drafter.head, view, hidden, base_logits, noise_embeds[:, 0], prefix_ids, processors, do_sample, generator, details
+        drafter.head,
+        view,
+        hidden,
+        base_logits,
+        noise_embeds[:, 0],
+        prefix_ids,
+        processors,
+        do_sample,
+        generator,
+        details,
     )
     clock.mark("domino_head")
     return chain

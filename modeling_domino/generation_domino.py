@@ -227,7 +227,9 @@ class DecodeLoop:
         known = self.offset + prompt
         self.positions = position_ids.new_empty(*position_ids.shape[:-1], self.offset + size)
         self.positions[..., :known] = position_ids[..., -known:]
-        self.positions[..., known:] = position_ids[..., -1:] + torch.arange(1, size - prompt + 1, device=input_ids.device)
+        self.positions[..., known:] = position_ids[..., -1:] + torch.arange(
+            1, size - prompt + 1, device=input_ids.device
+        )
         self.mask = None
         if attention_mask is not None and not bool(attention_mask.all()):
             self.mask = attention_mask.new_ones(1, self.offset + size)

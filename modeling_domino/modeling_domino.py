@@ -171,9 +171,7 @@ class DominoPreTrainedModel(PreTrainedModel):
         """
         kwargs.setdefault("key_mapping", CHECKPOINT_NAMES)
         kwargs.setdefault("ignore_mismatched_sizes", True)
-        model, info = super().from_pretrained(
-            pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
-        )
+        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
         missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
         misshaped = sorted(str(key) for key in info["mismatched_keys"])
         for problem, keys in (("lacks", missing), ("has unknown", unexpected), ("has misshaped", misshaped)):
