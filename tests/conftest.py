@@ -1,0 +1,145 @@
+"""Tiny deterministic models for the whole suite: weights come from a pattern, so no seed and no platform changes them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from modeling_domino import DominoConfig, DominoDraftModel
+
+
+GOLDEN = Path(__file__).parent / "golden"
+GOLDEN_NAMES = sorted(folder.name for folder in GOLDEN.iterdir() if folder.is_dir())
+
+# Models this small run slower on several threads than on one.
+torch.set_num_threads(1)
+
+
+def pattern(*shape: int, offset: int = 0) -> torch.Tensor:
+    """Values in [-1, 1) that look random but are a function of their index: the fraction of a large sine."""
+    index = torch.arange(math.prod(shape), dtype=torch.float64) + offset
+    return ((index.sin() * 43758.5453).remainder(1.0) * 2 - 1).reshape(shape).float()
+
+
+@torch.no_grad()
+def fill(model: nn.Module, *, salt: int = 0) -> nn.Module:
+    """Fills every parameter from the pattern, scaled as an initialisation would be; returns the model in eval mode."""
+    for name, parameter in model.named_parameters():
+        values = pattern(*parameter.shape, offset=zlib.crc32(f"{name}{salt}".encode()) % 100_000)
+        if parameter.dim() == 1:
+            # Norms are named so; other vectors are biases.
+            values = 1 + 0.1 * values if "norm" in name else 0.1 * values
+        elif "embed_tokens" not in name:
+            values = values * math.sqrt(3 / parameter.shape[-1])
+        parameter.copy_(values)
+    return model.eval()
+
+
+def tiny_target(
+    kind: str = "qwen3",
+    *,
+    tied: bool = False,
+    vocab_size: int = 64,
+    num_layers: int = 6,
+    hidden_size: int = 32,
+    salt: int = 0,
+    **config,
+):
+    """A stock Qwen3 or Llama language model without special tokens, in fp32."""
+    config_class, model_class = {
+        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+        "llama": (LlamaConfig, LlamaForCausalLM),
+    }[kind]
+    fields = {
+        "vocab_size": vocab_size,
+        "hidden_size": hidden_size,
+        "intermediate_size": 2 * hidden_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": tied,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    return fill(model_class(config_class(**{**fields, **config})), salt=salt)
+
+
+def drafter_config(target, **config) -> DominoConfig:
+    """The configuration of [`tiny_drafter`]; `config` overrides any field."""
+    text_config = target.config.get_text_config()
+    fields = {
+        "vocab_size": target.get_input_embeddings().num_embeddings,
+        "hidden_size": text_config.hidden_size,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "max_position_embeddings": 2048,
+        "num_target_layers": text_config.num_hidden_layers,
+        "target_layer_ids": [1, text_config.num_hidden_layers - 2],
+        "mask_token_id": target.get_input_embeddings().num_embeddings - 1,
+        "block_size": 4,
+        "projector_type": "domino",
+        "shift_label": True,
+        "pure_draft_prefix_len": 1,
+        "gru_hidden_dim": 12,
+        "emb_dim": 6,
+    }
+    return DominoConfig(**{**fields, **config})
+
+
+def tiny_drafter(
+    target,
+    *,
+    block_size: int = 4,
+    shift_label: bool = True,
+    prefix_len: int = 1,
+    with_head: bool = True,
+    target_layer_ids: list[int] | None = None,
+    salt: int = 0,
+    **config,
+) -> DominoDraftModel:
+    """A drafter that fits `target`, in fp32; without head it is a DFlash drafter."""
+    config.update(block_size=block_size, shift_label=shift_label)
+    if target_layer_ids is not None:
+        config["target_layer_ids"] = target_layer_ids
+    if with_head:
+        config["pure_draft_prefix_len"] = prefix_len
+    else:
+        config.update(projector_type=None, pure_draft_prefix_len=0, gru_hidden_dim=None, emb_dim=None)
+    return fill(DominoDraftModel(drafter_config(target, **config)), salt=salt)
+
+
+def prompt(length: int, *, vocab_size: int = 64, batch: int = 1, offset: int = 0) -> torch.Tensor:
+    """Token ids `[batch, length]` from the pattern."""
+    return ((pattern(batch, length, offset=offset) + 1) / 2 * vocab_size).long().clamp(max=vocab_size - 1)
+
+
+def golden_pair(name: str):
+    """Target, drafter and expected tensors of one golden folder; the drafter is loaded as any public one is."""
+    folder = GOLDEN / name
+    target_config = Qwen3Config(**json.loads((folder / "target_config.json").read_text()))
+    target = Qwen3ForCausalLM(target_config)
+    target.load_state_dict(load_file(folder / "target.safetensors"))
+    return target.eval(), DominoDraftModel.from_pretrained(folder).eval(), load_file(folder / "expected.safetensors")
+
+
+def require_peer(module: str) -> None:
+    """Skips the calling test file when a test-only dependency is absent; under CI its absence is a failure."""
+    if os.environ.get("CI") == "true":
+        __import__(module)
+    else:
+        pytest.importorskip(module, reason=f"{module} is not installed (`make test` installs it)")
