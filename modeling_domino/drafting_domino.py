@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .tree_domino import DraftTree, TreeShape
+
 
 @dataclass
 class DraftChain:
@@ -70,6 +72,53 @@ def draft_chain(
     Returns:
         [`DraftChain`].
     """
+    hidden, anchor_embeds, base_logits = _read_block(
+        drafter, view, cache, prefix_ids, context_hidden_states, position_ids, num_drafts, clock, attention_mask
+    )
+    chain = _roll_out(
+        drafter.head, view, hidden, base_logits, anchor_embeds, prefix_ids, processors, do_sample, generator, details
+    )
+    clock.mark("domino_head")
+    return chain
+
+
+def draft_tree(
+    drafter,
+    view,
+    cache,
+    *,
+    prefix_ids: torch.Tensor,
+    context_hidden_states: torch.Tensor,
+    position_ids: torch.Tensor,
+    shape: TreeShape,
+    max_depth: int,
+    clock,
+    attention_mask: torch.Tensor | None = None,
+    temperature: float = 1.0,
+    details: bool = False,
+) -> DraftTree:
+    """Drafts a tree whose nodes are the likeliest continuations by path probability.
+
+    Args (beside those of [`draft_chain`]):
+        shape (`TreeShape`): budget and width of the tree.
+        max_depth (`int`): longest path.
+        temperature (`float`): of the target's sampling; nodes are ranked by the tempered probabilities.
+
+    Returns:
+        [`DraftTree`] of one sequence.
+    """
+    hidden, anchor_embeds, base_logits = _read_block(
+        drafter, view, cache, prefix_ids, context_hidden_states, position_ids, max_depth, clock, attention_mask
+    )
+    tree = _grow(drafter.head, view, hidden, base_logits, anchor_embeds, shape, temperature, details)
+    clock.mark("domino_head")
+    return tree
+
+
+def _read_block(
+    drafter, view, cache, prefix_ids, context_hidden_states, position_ids, num_drafts, clock, attention_mask
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One pass of the backbone: hidden states `[B, n, D]`, the anchor's embedding `[B, D]`, base logits `[B, n, V]`."""
     config = drafter.config
     anchor = prefix_ids[:, -1:]
     num_new = context_hidden_states.shape[1]
@@ -86,21 +135,7 @@ def draft_chain(
 
     base_logits = view.base_logits(hidden)
     clock.mark("base_head")
-
-    chain = _roll_out(
-        drafter.head,
-        view,
-        hidden,
-        base_logits,
-        noise_embeds[:, 0],
-        prefix_ids,
-        processors,
-        do_sample,
-        generator,
-        details,
-    )
-    clock.mark("domino_head")
-    return chain
+    return hidden, noise_embeds[:, 0], base_logits
 
 
 def _roll_out(
@@ -141,3 +176,58 @@ def _roll_out(
         chain.probabilities = torch.cat(probabilities, dim=1)
         chain.base_probabilities = base_logits.float().softmax(-1).gather(2, draft_ids[..., None]).squeeze(2)
     return chain
+
+
+def _grow(head, view, hidden, base_logits, anchor_embeds, shape: TreeShape, temperature, details) -> DraftTree:
+    """Frontier search: every lane of a depth at once, then one sort over all that was seen.
+
+    A child never scores above its parent, so the best N entries of the ledger are closed under "parent" and, sorted
+    stably, in topological order. With as many lanes as nodes this is best-first search.
+    """
+    base = base_logits[0].float() / temperature
+    base_log_z = base.logsumexp(dim=-1)
+    # The likeliest candidates get a correction; the others keep their base logits and count in the normaliser only.
+    logits, ids = base.topk(min(shape.candidates, base.shape[-1]), dim=-1)
+    tail = base_log_z + torch.log1p(-(logits.logsumexp(dim=-1) - base_log_z).exp().clamp(max=1.0))
+    children = min(shape.children, ids.shape[1])
+
+    state = head.initial_state(1) if head is not None else None
+    embeds, lane_scores, lane_rows = anchor_embeds, base.new_zeros(1), ids.new_zeros(1)
+    ledger, rows_before = [], 1
+    for depth in range(base.shape[0]):
+        corrected = logits[depth].expand(lane_scores.shape[0], -1)
+        if head is not None:
+            state = head.advance(state, embeds)
+            if depth >= head.prefix_len:
+                slot = hidden[0, depth].expand(state.shape[0], -1)
+                corrected = head.correct(corrected * temperature, slot, state, ids[depth]) / temperature
+        log_z = torch.logaddexp(corrected.logsumexp(dim=-1), tail[depth])
+        steps = (corrected - log_z[:, None]).clamp(max=0.0)
+        best, order = (value[:, :children] for value in steps.sort(dim=-1, descending=True, stable=True))
+        tokens = ids[depth][order]
+        scores = (lane_scores[:, None] + best).flatten()
+        entry = {"tokens": tokens, "parents": lane_rows[:, None].expand_as(tokens), "scores": scores}
+        entry["depths"] = torch.full_like(tokens, depth + 1)
+        if details:
+            entry["base_ids"] = ids[depth, 0].expand_as(tokens)
+            entry["probabilities"] = best.exp()
+            entry["base_probabilities"] = (logits[depth][order] - base_log_z[depth]).exp()
+        ledger.append({name: value.flatten() for name, value in entry.items()})
+        kept = scores.argsort(descending=True, stable=True)[: shape.lanes]
+        lane_scores, lane_rows = scores[kept], rows_before + kept
+        rows_before += scores.shape[0]
+        if head is not None and depth + 1 < base.shape[0]:
+            state = state[kept // children]
+            embeds = view.embed(tokens.flatten()[kept][None], like=hidden)[0]
+    return _best_nodes(ledger, shape.nodes)
+
+
+def _best_nodes(ledger: list[dict[str, torch.Tensor]], num_nodes: int) -> DraftTree:
+    """The `num_nodes` best entries of the ledger as a tree; parents are renumbered to rows of the tree."""
+    entries = {name: torch.cat([entry[name] for entry in ledger]) for name in ledger[0]}
+    order = entries["scores"].argsort(descending=True, stable=True)[:num_nodes]
+    row_of = order.new_zeros(entries["scores"].shape[0] + 1)
+    row_of[order + 1] = torch.arange(1, order.shape[0] + 1, device=order.device)
+    chosen = {name: value[order][None] for name, value in entries.items()}
+    chosen["parents"] = row_of[chosen["parents"]]
+    return DraftTree(**chosen)

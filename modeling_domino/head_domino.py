@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from .ops_domino import gru_step, low_rank_correction
+from .ops_domino import gru_step, low_rank_correction, low_rank_features
 
 
 class DominoHead:
@@ -40,11 +40,27 @@ class DominoHead:
         biases = (gru.bias_ih_l0, gru.bias_hh_l0) if gru.bias else (None, None)
         return gru_step(token_embeds, state, gru.weight_ih_l0, gru.weight_hh_l0, *biases)
 
-    def correct(self, base_logits: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-        """Corrected logits `[..., V]` of drafts whose slots hold `hidden` `[..., D]`, given their GRU states `[..., G]`."""
+    def correct(
+        self,
+        base_logits: torch.Tensor,
+        hidden: torch.Tensor,
+        state: torch.Tensor,
+        candidate_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Adds the correction to base logits.
+
+        Args:
+            base_logits: `[..., V]`, or those of the candidates `[..., M]`.
+            hidden: backbone output at the drafts' slots, `[..., D]`.
+            state: GRU states, `[..., G]`.
+            candidate_ids (*optional*): the tokens that `base_logits` covers, `[M]`; the whole vocabulary by default.
+        """
         first, _, last = self.embed_proj
-        delta = low_rank_correction(hidden, state, first.weight, last.weight, first.bias, last.bias)
-        return base_logits + delta.to(base_logits.dtype)
+        weight, bias = last.weight, last.bias
+        if candidate_ids is not None:
+            weight, bias = weight[candidate_ids], None if bias is None else bias[candidate_ids]
+        features = low_rank_features(hidden, state, first.weight, first.bias)
+        return base_logits + low_rank_correction(features, weight, bias).to(base_logits.dtype)
 
     def teacher_forced(
         self, base_logits: torch.Tensor, hidden: torch.Tensor, token_embeds: torch.Tensor

@@ -37,24 +37,31 @@ def gru_step(
     return candidate + update * (state - candidate)
 
 
-def low_rank_correction(
-    hidden: torch.Tensor,
-    state: torch.Tensor,
-    weight_in: torch.Tensor,
-    weight_out: torch.Tensor,
-    bias_in: Optional[torch.Tensor] = None,
-    bias_out: Optional[torch.Tensor] = None,
+def low_rank_features(
+    hidden: torch.Tensor, state: torch.Tensor, weight_in: torch.Tensor, bias_in: Optional[torch.Tensor] = None
 ) -> torch.Tensor:
-    """Correction of the base logits: `W_out silu(W_in [h ; s])`.
+    """The narrow half of the correction: `silu(W_in [h ; s])`, `[..., R]`.
 
     Args:
         hidden: backbone output at the draft's slot, `[..., D]`.
         state: GRU state after the tokens before the draft, `[..., G]`.
-        weight_in, weight_out: `[R, D + G]` and `[V, R]`.
-        bias_in, bias_out: `[R]` and `[V]`, or `None`.
+        weight_in: `[R, D + G]`, its input in the order h, s.
+        bias_in: `[R]`, or `None`.
+    """
+    return F.silu(F.linear(torch.cat([hidden, state], dim=-1), weight_in, bias_in))
+
+
+def low_rank_correction(
+    features: torch.Tensor, weight_out: torch.Tensor, bias_out: Optional[torch.Tensor] = None
+) -> torch.Tensor:
+    """The wide half of the correction: `W_out features`, over the vocabulary or over some of its rows.
+
+    Args:
+        features: `[..., R]`.
+        weight_out: `[V, R]`, or the rows of the candidates `[M, R]`.
+        bias_out: `[V]` or `[M]`, or `None`.
 
     Returns:
-        What is added to the base logits, `[..., V]`.
+        What is added to the base logits, `[..., V]` or `[..., M]`.
     """
-    features = torch.cat([hidden, state], dim=-1)
-    return F.linear(F.silu(F.linear(features, weight_in, bias_in)), weight_out, bias_out)
+    return F.linear(features, weight_out, bias_out)

@@ -68,6 +68,36 @@ def accept_speculative(
     return accepted, torch.multinomial(law, 1, generator=generator).squeeze(1)
 
 
+def accept_tree(
+    tokens: torch.Tensor, parents: torch.Tensor, ancestors: torch.Tensor, own_ids: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Walks down a draft tree for as long as the target agrees.
+
+    Rule: from the anchor, go to the child that equals the target's own pick at this row; where there is none, that pick
+    is the own token. Lossless for any tree, and for a fixed tree no lossless rule keeps more.
+
+    Args:
+        tokens: `[B, N]`.
+        parents: row of each node's parent, `[B, N]` (row 0 is the anchor).
+        ancestors: `[B, N + 1, N + 1]`, see [`DraftTree.ancestors`].
+        own_ids: the target's pick at each row, `[B, N + 1]`.
+
+    Returns:
+        accepted `[B]`, own token `[B]`, and the rows of the path, the anchor's first, `[B, N + 1]`, filled up with N + 1.
+    """
+    follows = tokens == own_ids.gather(1, parents)
+    follows = torch.cat([follows.new_ones(follows.shape[0], 1), follows], dim=1)
+    kept = (~ancestors | follows[:, None, :]).all(dim=2)
+    depths = ancestors.sum(dim=2) - 1
+    # Siblings differ, so at most one path is kept to each depth.
+    leaf = torch.where(kept, depths, -1).argmax(dim=1, keepdim=True)
+    accepted = depths.gather(1, leaf).squeeze(1)
+    rows = torch.arange(ancestors.shape[1], device=tokens.device)
+    on_path = ancestors.gather(1, leaf[..., None].expand(-1, 1, ancestors.shape[2])).squeeze(1)
+    path = torch.where(on_path, rows, ancestors.shape[1]).sort(dim=1).values
+    return accepted, own_ids.gather(1, leaf).squeeze(1), path
+
+
 def sample_rows(logits: torch.Tensor, *, generator: torch.Generator | None = None) -> torch.Tensor:
     """One sample per row of `logits` `[B, n, V]`: `[B, n]`."""
     flat = logits.softmax(dim=-1).flatten(0, 1)
