@@ -10,6 +10,7 @@ Domino: https://huggingface.co/papers/2605.29707, sections 3.1 (backbone) and 3.
 
 # No `from __future__ import annotations` here: string annotations switch off the field validation of `@strict`.
 
+import copy
 import warnings
 from typing import Any
 
@@ -37,7 +38,12 @@ DRAFTER_FIELDS = (
 )
 
 # Other names of the same fields: TorchSpec's, and speculators' (whose ids count the embedding as layer 0).
-FIELD_ALIASES = {"gru_hidden_size": "gru_hidden_dim", "correction_rank": "emb_dim"}
+FIELD_ALIASES = {
+    "gru_hidden_size": "gru_hidden_dim",
+    "correction_rank": "emb_dim",
+    "logits_correction_emb_dim": "emb_dim",
+    "sample_from_anchor": "shift_label",
+}
 SHIFTED_TAPS = "aux_hidden_state_layer_ids"
 
 PROJECTOR_ALIASES = {"causal_v5": "domino"}
@@ -59,10 +65,10 @@ def source_format(raw: dict[str, Any]) -> str:
     architectures = raw.get("architectures") or []
     if "speculators_model_type" in raw or "transformer_layer_config" in raw:
         return "speculators"
-    if raw.get("model_type") == "domino" and "dflash_config" not in raw:
-        return "verl"
     if "gru_hidden_size" in raw or "correction_rank" in raw:
         return "torchspec"
+    if raw.get("model_type") == "domino" and "dflash_config" not in raw:
+        return "verl"
     if "Qwen3DFlashDraftModel" in architectures:
         return "nemo"
     if "DominoDraftModel" in architectures:
@@ -88,8 +94,9 @@ def canonical_fields(raw: dict[str, Any]) -> dict[str, Any]:
             this code cannot run.
     """
     source = source_format(raw)
-    fields = dict(raw)
-    nested = dict(fields.pop("dflash_config", None) or {})
+    # Deep, because transformers completes the rope dictionary in place.
+    fields = copy.deepcopy(raw)
+    nested = fields.pop("dflash_config", None) or {}
     for scope in (fields, nested):
         _rename_aliases(scope)
     if layer_config := fields.pop("transformer_layer_config", None):
@@ -106,6 +113,13 @@ def canonical_fields(raw: dict[str, Any]) -> dict[str, Any]:
     # Foreign remote code must not follow the weights into what we save.
     fields.pop("auto_map", None)
     fields.pop("speculators_model_type", None)
+    verifier = (fields.pop("speculators_config", None) or {}).get("verifier") or {}
+    if verifier.get("name_or_path"):
+        fields.setdefault("target_model", verifier["name_or_path"])
+    if source == "torchspec":
+        # There `num_target_layers` counts the taps, and the GRU alone has biases.
+        fields["num_target_layers"] = fields.pop("target_num_hidden_layers", None)
+        fields.setdefault("gru_bias", True)
     _read_head(fields, source)
     # transformers 5 reads `rope_parameters`; the two older keys are written beside it for other readers.
     if fields.get("rope_parameters") is not None:
@@ -135,7 +149,9 @@ def _read_head(fields: dict[str, Any], source: str) -> None:
     """Settles `projector_type` and what absent head keys mean; a drafter without head keys is a DFlash drafter."""
     projector = fields.get("projector_type")
     projector = PROJECTOR_ALIASES.get(projector, projector)
-    if projector is None and source in ("torchspec", "verl") and fields.get("gru_hidden_dim") is not None:
+    # These sources tell their Domino drafters by class alone. A null that an earlier reading left stays one.
+    by_class = source in ("torchspec", "verl", "speculators") and "projector_type" not in fields
+    if by_class and fields.get("gru_hidden_dim") is not None:
         projector = "domino"
     if projector not in ("domino", None):
         raise ValueError(
@@ -184,7 +200,7 @@ class DominoConfig(Qwen3Config):
         pure_draft_prefix_len (`int`): drafts at the head of the block that use the base logits alone (P).
         gru_hidden_dim (`int`): width of the prefix GRU (G). Only with a head.
         emb_dim (`int`): rank of the correction (R). Only with a head.
-        head_bias (`bool`): whether the GRU and the correction carry biases.
+        gru_bias (`bool`): whether the GRU carries biases.
         target_model (`str`, *optional*): Hub id of the target that the drafter was trained for.
 
     Raises:
@@ -203,7 +219,7 @@ class DominoConfig(Qwen3Config):
     pure_draft_prefix_len: int = 0
     gru_hidden_dim: int | None = None
     emb_dim: int | None = None
-    head_bias: bool = False
+    gru_bias: bool = False
     target_model: str | None = None
 
     def __post_init__(self, **kwargs):
@@ -217,6 +233,7 @@ class DominoConfig(Qwen3Config):
         self._check_block()
         self._check_taps()
         self._check_head()
+        self._check_layers()
 
     @property
     def has_head(self) -> bool:
@@ -271,7 +288,7 @@ class DominoConfig(Qwen3Config):
         output["dflash_config"] = self.dflash_config
         if not self.has_head:
             # A head-less drafter is recognised by the absence of these keys, also by other loaders.
-            for key in ("projector_type", "gru_hidden_dim", "emb_dim", "head_bias", "pure_draft_prefix_len"):
+            for key in ("projector_type", "gru_hidden_dim", "emb_dim", "gru_bias", "pure_draft_prefix_len"):
                 output.pop(key, None)
         rope = dict(self.rope_parameters or {})
         output["rope_theta"] = rope.pop("rope_theta", None)
@@ -327,4 +344,12 @@ class DominoConfig(Qwen3Config):
             raise ValueError(
                 f"`pure_draft_prefix_len` must lie in 0..{self.num_draft_tokens} (the drafts of one block), got "
                 f"{self.pure_draft_prefix_len}."
+            )
+
+    def _check_layers(self) -> None:
+        others = sorted(set(self.layer_types or []) - {"full_attention"})
+        if others:
+            raise ValueError(
+                f"`layer_types` must be 'full_attention' for every layer of a drafter, got {', '.join(others)} too: "
+                "drafters with other attention are not supported."
             )

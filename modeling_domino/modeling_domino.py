@@ -214,12 +214,12 @@ class DominoDraftModel(DominoPreTrainedModel):
         self.rotary_emb = DominoRotaryEmbedding(config)
         if config.has_head:
             # At the root, under the names of the released checkpoints; `head` groups the mathematics.
-            bias, width, rank = config.head_bias, config.gru_hidden_dim, config.emb_dim
-            self.prefix_gru = nn.GRU(config.hidden_size, width, batch_first=True, bias=bias)
+            width, rank = config.gru_hidden_dim, config.emb_dim
+            self.prefix_gru = nn.GRU(config.hidden_size, width, batch_first=True, bias=config.gru_bias)
             self.embed_proj = nn.Sequential(
-                nn.Linear(config.hidden_size + width, rank, bias=bias),
+                nn.Linear(config.hidden_size + width, rank, bias=False),
                 nn.SiLU(),
-                nn.Linear(rank, config.vocab_size, bias=bias),
+                nn.Linear(rank, config.vocab_size, bias=False),
             )
         self.use_head = True
         self.record_details = False

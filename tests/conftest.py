@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -14,7 +15,9 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from modeling_domino import DominoConfig, DominoDraftModel
+from modeling_domino import DominoConfig, DominoDraftModel, generation_domino, plug_domino
+from modeling_domino.drafting_domino import draft_chain
+from modeling_domino.generation_domino import stream
 
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -143,3 +146,33 @@ def require_peer(module: str) -> None:
         __import__(module)
     else:
         pytest.importorskip(module, reason=f"{module} is not installed (`make test` installs it)")
+
+
+def script_drafts(monkeypatch, choose) -> None:
+    """Replaces the drafts of both decoding paths by `choose(length, num_drafts)`, a list of ids; the drafter still runs.
+
+    `length` is the number of committed tokens, prompt and anchor included. Such drafts are greedy: they have no law.
+    """
+
+    def scripted(*args, prefix_ids, num_drafts, **kwargs):
+        chain = draft_chain(*args, prefix_ids=prefix_ids, num_drafts=num_drafts, **kwargs)
+        ids = choose(prefix_ids.shape[1], num_drafts)
+        return dataclasses.replace(chain, ids=torch.tensor([ids], dtype=torch.long, device=prefix_ids.device))
+
+    for module in (generation_domino, plug_domino):
+        monkeypatch.setattr(module, "draft_chain", scripted)
+
+
+def generate_stock(target, drafter, input_ids=None, **kwargs):
+    """Ids by transformers' loop with the drafter as assistant."""
+    return target.generate(input_ids, assistant_model=drafter, **{"do_sample": False, **kwargs})
+
+
+def generate_loop(target, drafter, input_ids=None, **kwargs):
+    """Ids by our loop, with every option of `generate`."""
+    steps = list(stream(target, drafter, input_ids, **{"do_sample": False, **kwargs}))
+    tokens = [token for step in steps for token in step.token_ids]
+    return torch.cat([input_ids, input_ids.new_tensor([tokens])], dim=1)
+
+
+PATHS = {"stock": generate_stock, "loop": generate_loop}
