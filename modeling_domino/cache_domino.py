@@ -105,6 +105,22 @@ def drop_last(cache: Any, num_rows: int) -> None:
         cache.crop(-num_rows)
 
 
+def keep_rows(cache: Any, num_rows: int, rows: torch.Tensor) -> None:
+    """Of the last `num_rows` rows of the target's cache keeps `rows`, moved together at the front, and drops the others.
+
+    Args:
+        cache (`DynamicCache`): with the rows of a verified tree at its end.
+        num_rows (`int`): how many rows the tree has, the anchor's included.
+        rows: increasing indices among them, `[m]`.
+    """
+    for layer in cache.layers:
+        for states in (layer.keys, layer.values):
+            start = states.shape[2] - num_rows
+            kept = states.index_select(2, rows.to(states.device) + start)
+            states[:, :, start : start + rows.shape[0]] = kept
+    drop_last(cache, num_rows - rows.shape[0])
+
+
 def empty_filled_cache(cache: Any, input_ids: torch.Tensor, model_kwargs: dict[str, Any], generation_config) -> None:
     """Empties a cache that the caller filled, if the prompt it belongs to was passed again.
 

@@ -13,18 +13,52 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from transformers import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList, StopStringCriteria
+from transformers import (
+    EosTokenCriteria,
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    MaxLengthCriteria,
+    MinPLogitsWarper,
+    StoppingCriteriaList,
+    StopStringCriteria,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from .cache_domino import DominoCache, cache_keyword, cache_of, drop_last, empty_filled_cache, start_recording
-from .drafting_domino import DraftChain, draft_chain
+from .cache_domino import (
+    DominoCache,
+    cache_keyword,
+    cache_of,
+    drop_last,
+    empty_filled_cache,
+    keep_rows,
+    start_recording,
+)
+from .drafting_domino import DraftChain, draft_chain, draft_tree
 from .record_domino import Run, StageClock, Step, set_last_run
 from .taps_domino import TargetTaps
-from .target_domino import TargetView
-from .verification_domino import accept_match, accept_speculative, sample_rows
+from .target_domino import TargetView, check_tree_target
+from .tree_domino import TreeMask, TreeShape
+from .verification_domino import accept_match, accept_speculative, accept_tree, sample_rows
 
 
 RULES = ("greedy", "match", "speculative")
+
+# Processors that look at the scores alone, so that all rows of a tree go through them at once.
+SCORE_ONLY_PROCESSORS = (
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    MinPLogitsWarper,
+    TypicalLogitsWarper,
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    SuppressTokensLogitsProcessor,
+)
 
 
 def stream(
@@ -34,6 +68,7 @@ def stream(
     *,
     rule: str | None = None,
     verify_width: int | None = None,
+    tree: TreeShape | int | None = None,
     streamer=None,
     **generate_kwargs,
 ) -> Iterator[Step]:
@@ -43,8 +78,10 @@ def stream(
         target (`PreTrainedModel`): the model whose text is written.
         drafter (`DominoDraftModel`): proposes the drafts.
         input_ids: the prompt, `[1, S]`.
-        rule (`str`, *optional*): "greedy" at temperature 0; "speculative" (the default) or "match" when sampling.
+        rule (`str`, *optional*): "greedy" at temperature 0. When sampling, "speculative" (the default for chains) or
+            "match" (the default for trees, and their only one).
         verify_width (`int`, *optional*): most drafts to verify per round; by default all of a block.
+        tree (`TreeShape` or `int`, *optional*): draft a tree of that shape, or of so many nodes, instead of a chain.
         streamer (`BaseStreamer`, *optional*): gets the prompt, then the tokens of each step.
         generate_kwargs: everything `target.generate` takes (`attention_mask`, `max_new_tokens`, `do_sample`,
             `stop_strings` with `tokenizer`, `logits_processor`, ...).
@@ -70,6 +107,7 @@ def stream(
         drafter=drafter,
         rule=rule,
         verify_width=verify_width,
+        tree=tree,
         step_streamer=streamer,
         **generate_kwargs,
     )
@@ -125,6 +163,7 @@ def _open_stream(
     drafter=None,
     rule: str | None = None,
     verify_width: int | None = None,
+    tree: TreeShape | int | None = None,
     step_streamer=None,
     **model_kwargs,
 ) -> Iterator[Step]:
@@ -142,6 +181,9 @@ def _open_stream(
     cache = cache_of(model_kwargs, keyword)
     if cache is None or not model_kwargs.get("use_cache", True):
         raise ValueError("Speculative decoding needs the target's cache; call with use_cache=True.")
+    if tree is not None:
+        tree = TreeShape(nodes=tree) if isinstance(tree, int) else tree
+        check_tree_target(model, cache)
     empty_filled_cache(cache, input_ids, model_kwargs, generation_config)
     loop = DecodeLoop(
         view,
@@ -154,22 +196,27 @@ def _open_stream(
         processors=logits_processor or None,
         criteria=stopping_criteria,
         generation_config=generation_config,
-        rule=resolve_rule(rule, generation_config.do_sample),
+        rule=resolve_rule(rule, generation_config.do_sample, tree=tree is not None),
         width=resolve_width(verify_width, drafter.config),
+        tree=tree,
     )
     return loop.steps(step_streamer)
 
 
-def resolve_rule(rule: str | None, do_sample: bool) -> str:
-    """The accept rule of a run: the asked one if it suits, "greedy" or "speculative" by default."""
+def resolve_rule(rule: str | None, do_sample: bool, *, tree: bool = False) -> str:
+    """The accept rule of a run: the asked one if it suits; by default "greedy", "speculative", or "match" for trees."""
     if rule is None:
-        return "speculative" if do_sample else "greedy"
+        return "greedy" if not do_sample else "match" if tree else "speculative"
     if rule not in RULES:
         raise ValueError(f"`rule` must be one of {', '.join(RULES)}, got {rule!r}.")
     if (rule == "greedy") == do_sample:
         raise ValueError(
             f"`rule={rule!r}` needs {'do_sample=False' if rule == 'greedy' else 'do_sample=True'}, got "
             f"do_sample={do_sample}."
+        )
+    if tree and rule == "speculative":
+        raise ValueError(
+            "Trees are verified by `rule='match'` (no lossless rule keeps more of a fixed tree), got 'speculative'."
         )
     return rule
 
@@ -201,10 +248,11 @@ class DecodeLoop:
         generation_config,
         rule: str,
         width: int,
+        tree: TreeShape | None = None,
     ):
         self.view, self.drafter = view, drafter
         self.cache, self.keyword = cache, keyword
-        self.processors, self.rule, self.width = processors, rule, width
+        self.processors, self.rule, self.width, self.tree = processors, rule, width, tree
         self.do_sample = generation_config.do_sample
         self.max_length = generation_config.max_length
         eos = getattr(generation_config, "_eos_token_tensor", None)
@@ -221,6 +269,8 @@ class DecodeLoop:
         prompt = input_ids.shape[1]
         self.offset = cache.get_seq_length()
         size = max(self.max_length, prompt) + drafter.config.block_size + 1
+        if tree is not None:
+            size += tree.nodes
         self.ids = input_ids.new_zeros(1, size)
         self.ids[:, :prompt] = input_ids
         self.length = prompt
@@ -234,6 +284,10 @@ class DecodeLoop:
         if attention_mask is not None and not bool(attention_mask.all()):
             self.mask = attention_mask.new_ones(1, self.offset + size)
             self.mask[:, :known] = attention_mask
+        if tree is not None:
+            known_mask = None if self.mask is None else self.mask[:, :known]
+            like = view.target.get_input_embeddings().weight
+            self.tree_mask = TreeMask(tree.nodes + 1, self.offset + size, like=like, padding=known_mask)
         self.context = None
         self.run = Run(
             target=view.target.config._name_or_path or type(view.target).__name__,
@@ -244,6 +298,7 @@ class DecodeLoop:
             prompt_tokens=prompt,
             temperature=float(generation_config.temperature or 1.0) if self.do_sample else 0.0,
             rule=rule,
+            kind="chain" if tree is None else "tree",
         )
 
     @torch.no_grad()
@@ -279,9 +334,23 @@ class DecodeLoop:
         return self._commit(step)
 
     def _round(self) -> tuple[Step, bool]:
-        """One round: draft, verify, accept, commit. The only wait for the device is the `tolist` below."""
+        """One round: draft, verify, accept, commit."""
         num_drafts = min(self.width, self.max_length - self.length - 1)
-        chain = self._draft(num_drafts) if num_drafts > 0 else DraftChain(ids=self.ids[:, :0])
+        if self.tree is not None and num_drafts > 0:
+            return self._tree_round(num_drafts)
+        return self._chain_round(num_drafts)
+
+    def _chain_round(self, num_drafts: int) -> tuple[Step, bool]:
+        """Drafts a chain and verifies it. The only wait for the device is the `tolist` below."""
+        chain = DraftChain(ids=self.ids[:, :0])
+        if num_drafts > 0:
+            chain = draft_chain(
+                **self._draft_inputs(),
+                num_drafts=num_drafts,
+                processors=self.processors,
+                # Under "match" the likeliest draft is the best one at every temperature.
+                do_sample=self.rule == "speculative",
+            )
         start = self.length - 1
         self.ids[:, self.length : self.length + num_drafts] = chain.ids
         verify_ids = self.ids[:, start : self.length + num_drafts]
@@ -291,8 +360,7 @@ class DecodeLoop:
         if self.rule == "speculative" and num_drafts > 0:
             accepted, own = accept_speculative(draft_ids, chain.logits.to(logits.device), logits)
         else:
-            picks = sample_rows(logits) if self.do_sample else logits.argmax(dim=-1)
-            accepted, own = accept_match(draft_ids, picks.to(draft_ids.device))
+            accepted, own = accept_match(draft_ids, self._pick(logits).to(draft_ids.device))
         accepted, own, *drafts = torch.cat([accepted, own, draft_ids[0]]).tolist()
         self.clock.mark("verify")
         step = Step(draft_ids=drafts, accepted=accepted, own_id=own, **chain.details())
@@ -301,41 +369,86 @@ class DecodeLoop:
         self.context = self.taps.read(outputs, step.accepted + 1, device=self.drafter.device)
         return self._commit(step)
 
-    def _draft(self, num_drafts: int) -> DraftChain:
+    def _tree_round(self, max_depth: int) -> tuple[Step, bool]:
+        """Drafts a tree and verifies it. The only wait for the device is the `tolist` below."""
+        temperature = self.run.temperature or 1.0
+        tree = draft_tree(**self._draft_inputs(), shape=self.tree, max_depth=max_depth, temperature=temperature)
+        device = self.ids.device
+        tokens, parents, depths = (value.to(device) for value in (tree.tokens, tree.parents, tree.depths))
+        ancestors = tree.ancestors().to(device)
+        anchor_row = self.offset + self.length - 1
+        num_rows = tokens.shape[1] + 1
+        outputs = self._forward(
+            torch.cat([self.ids[:, self.length - 1 : self.length], tokens], dim=1),
+            self.length - 1,
+            num_logits=num_rows,
+            positions=self.positions[..., anchor_row : anchor_row + 1] + torch.nn.functional.pad(depths, (1, 0)),
+            mask=self.tree_mask.behind(anchor_row, ancestors),
+        )
+        logits = self._process_tree(outputs.logits[:, -num_rows:], tokens, parents)
+        accepted, own, path = accept_tree(tokens, parents, ancestors, self._pick(logits).to(device))
+        read = torch.cat([accepted, own, path[0], tokens[0], parents[0]]).tolist()
+        self.clock.mark("verify")
+        accepted, own, path, nodes = read[0], read[1], read[2 : 2 + num_rows], read[2 + num_rows :]
+        step = Step(
+            draft_ids=nodes[: num_rows - 1],
+            parents=[row - 1 for row in nodes[num_rows - 1 :]],
+            path=[row - 1 for row in path[1 : accepted + 1]],
+            accepted=accepted,
+            own_id=own,
+            **tree.details(),
+        )
+        self.ids[:, self.length : self.length + accepted] = self.ids.new_tensor(step.accepted_ids)
+        self._end_at_stop(step)
+        rows = torch.tensor([0, *(node + 1 for node in step.path)])
+        keep_rows(self.cache, num_rows, rows)
+        self.context = self.taps.read(outputs, rows, device=self.drafter.device)
+        return self._commit(step)
+
+    def _pick(self, logits: torch.Tensor) -> torch.Tensor:
+        """The target's own token at each row, `[B, n]`."""
+        return sample_rows(logits) if self.do_sample else logits.argmax(dim=-1)
+
+    def _draft_inputs(self) -> dict[str, Any]:
+        """What every way of drafting needs."""
         device = self.drafter.device
         anchor_row = self.offset + self.length - 1
         block_end = anchor_row + self.drafter.config.block_size
-        positions = self.positions[:, anchor_row - self.context.shape[1] : block_end]
-        if self.positions.dim() == 3:
-            # A vision-language target has one row of positions per axis; for text they agree.
-            positions = self.positions[0, :, anchor_row - self.context.shape[1] : block_end]
-        return draft_chain(
-            self.drafter,
-            self.view,
-            self.draft_cache,
-            prefix_ids=self.ids[:, : self.length],
-            context_hidden_states=self.context.to(self.drafter.dtype),
-            position_ids=positions.to(device),
-            num_drafts=num_drafts,
-            clock=self.clock,
-            attention_mask=None if self.mask is None else self.mask[:, self.offset : block_end].to(device),
-            processors=self.processors,
-            # Under "match" the likeliest draft is the best one at every temperature.
-            do_sample=self.rule == "speculative",
-            details=self.drafter.record_details,
-        )
+        # A vision-language target has one row of positions per axis; for text they agree.
+        positions = self.positions if self.positions.dim() == 2 else self.positions[0]
+        return {
+            "drafter": self.drafter,
+            "view": self.view,
+            "cache": self.draft_cache,
+            "prefix_ids": self.ids[:, : self.length],
+            "context_hidden_states": self.context.to(self.drafter.dtype),
+            "position_ids": positions[:, anchor_row - self.context.shape[1] : block_end].to(device),
+            "clock": self.clock,
+            "attention_mask": None if self.mask is None else self.mask[:, self.offset : block_end].to(device),
+            "details": self.drafter.record_details,
+        }
 
-    def _forward(self, input_ids: torch.Tensor, start: int, *, num_logits: int):
-        """The target over `input_ids`, which sit at `start`.. of the id buffer."""
+    def _forward(
+        self,
+        input_ids: torch.Tensor,
+        start: int,
+        *,
+        num_logits: int,
+        positions: torch.Tensor | None = None,
+        mask: torch.Tensor | None = None,
+    ):
+        """The target over `input_ids`, which sit at `start`.. of the id buffer unless positions and mask say otherwise."""
         first = self.offset + start
         end = first + input_ids.shape[1]
         kwargs = {self.keyword: self.cache, **self.taps.forward_kwargs}
         if self.view.target._supports_logits_to_keep():
             kwargs["logits_to_keep"] = num_logits
+        if mask is None and self.mask is not None:
+            mask = self.mask[:, :end]
         return self.view.target(
             input_ids=input_ids,
-            attention_mask=None if self.mask is None else self.mask[:, :end],
-            position_ids=self.positions[..., first:end],
+            attention_mask=mask,
+            position_ids=self.positions[..., first:end] if positions is None else positions,
             use_cache=True,
             **kwargs,
         )
@@ -351,16 +464,41 @@ class DecodeLoop:
         rows = [self.processors(ids[:, : first + i], logits[:, i]) for i in range(logits.shape[1])]
         return torch.stack(rows, dim=1)
 
+    def _process_tree(self, logits: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
+        """The target's law at every row of a tree; processors see the tokens on the row's own path."""
+        if not self.do_sample and not self.processors:
+            return logits
+        logits = logits.float()
+        if not self.processors:
+            return logits
+        prefix = self.ids[:, : self.length]
+        if all(isinstance(processor, SCORE_ONLY_PROCESSORS) for processor in self.processors):
+            return self.processors(prefix, logits[0])[None]
+        # These read the text, which differs from row to row: the tree's shape is needed on the host.
+        paths = [[]]
+        for token, parent in zip(tokens[0].tolist(), parents[0].tolist()):
+            paths.append([*paths[parent], token])
+        rows = [
+            self.processors(torch.cat([prefix, prefix.new_tensor([path], dtype=prefix.dtype)], dim=1), logits[:, i])
+            for i, path in enumerate(paths)
+        ]
+        return torch.stack(rows, dim=1)
+
     def _end_at_stop(self, step: Step) -> None:
         """Ends the text at the first token that stops it: that token becomes the own token of a shorter round.
 
-        The drafts behind it count as never made, as on the stock path, which cuts them before the verification.
+        The drafts of a chain behind it count as never made, as on the stock path, which cuts them before the
+        verification; of a tree only the kept path is asked, and the tree stays as it was.
         """
-        for i, token in enumerate(step.draft_ids):
+        tokens = step.draft_ids if step.path is None else step.accepted_ids
+        for i, token in enumerate(tokens):
             if token in self.stop_ids or (len(self.criteria) > 0 and self._criteria_stop(self.length + i + 1)):
                 if i < step.accepted:
                     step.accepted, step.own_id = i, token
-                step.keep_drafts(i)
+                if step.path is None:
+                    step.keep_drafts(i)
+                else:
+                    step.path = step.path[:i]
                 return
 
     def _criteria_stop(self, length: int) -> bool:

@@ -30,6 +30,8 @@ class Step:
         base_ids: what the backbone alone would have picked at each slot; only with `record_details`.
         probabilities: the drafter's probability of each draft; only with `record_details`.
         base_probabilities: the backbone's probability of each draft; only with `record_details`.
+        parents: trees only: index of each node's parent among the drafts, -1 for children of the anchor.
+        path: trees only: indices of the accepted drafts, in order.
         stage_seconds: seconds by stage (`STAGES`).
         is_prefill: the forward that read the prompt; it drafts nothing and is not counted as a round.
     """
@@ -40,13 +42,21 @@ class Step:
     base_ids: list[int] | None = None
     probabilities: list[float] | None = None
     base_probabilities: list[float] | None = None
+    parents: list[int] | None = None
+    path: list[int] | None = None
     stage_seconds: dict[str, float] = field(default_factory=dict)
     is_prefill: bool = False
 
     @property
     def token_ids(self) -> list[int]:
         """The tokens this step adds to the text."""
-        return [*self.draft_ids[: self.accepted], self.own_id]
+        return [*self.accepted_ids, self.own_id]
+
+    @property
+    def accepted_ids(self) -> list[int]:
+        """The drafts that the target kept, in order."""
+        path = range(self.accepted) if self.path is None else self.path
+        return [self.draft_ids[i] for i in path]
 
     def keep_drafts(self, num_drafts: int) -> None:
         """Forgets the drafts behind the first `num_drafts`."""
@@ -56,7 +66,7 @@ class Step:
 
     def trace(self) -> dict[str, Any]:
         """The round in the trace schema."""
-        return {
+        trace = {
             "draft_ids": self.draft_ids,
             "base_ids": self.base_ids,
             "probabilities": self.probabilities,
@@ -65,6 +75,7 @@ class Step:
             "own_id": self.own_id,
             "stage_seconds": self.stage_seconds,
         }
+        return trace if self.parents is None else {**trace, "parents": self.parents, "path": self.path}
 
 
 @dataclass

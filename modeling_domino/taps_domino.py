@@ -68,19 +68,20 @@ class TargetTaps:
         self._handles.clear()
         self._captured.clear()
 
-    def read(self, outputs: Any, num_rows: int | None = None, *, device: torch.device) -> torch.Tensor:
-        """The taps of the last forward, side by side: `[B, num_rows, L * D]` on `device`.
+    def read(self, outputs: Any, rows: int | torch.Tensor | None = None, *, device: torch.device) -> torch.Tensor:
+        """The taps of the last forward, side by side: `[B, m, L * D]` on `device`.
 
         Args:
             outputs: what the target's forward returned.
-            num_rows (`int`, *optional*): the first rows to read (the committed ones); all of them by default.
+            rows (`int` or indices `[m]`, *optional*): the first so many rows, or just these; all of them by default.
         """
-        rows = []
+        taps = []
         for layer_id in self._layer_ids:
             native = layer_id in self._native_ids
-            state = outputs.hidden_states[layer_id + 1] if native else self._captured[layer_id]
-            rows.append(state[:, :num_rows].to(device))
-        return torch.cat(rows, dim=-1)
+            states = outputs.hidden_states[layer_id + 1] if native else self._captured[layer_id]
+            chosen = states.index_select(1, rows.to(states.device)) if torch.is_tensor(rows) else states[:, :rows]
+            taps.append(chosen.to(device))
+        return torch.cat(taps, dim=-1)
 
     def _hook(self, layer_id: int):
         def capture(module, args, output):

@@ -99,6 +99,31 @@ def check_pair(target: nn.Module, config) -> None:
     _mention_other_target(target, config)
 
 
+def check_tree_target(target: nn.Module, cache) -> None:
+    """Refuses a target that cannot read a tree: it takes a 4D mask, and rows of its cache are picked out afterwards.
+
+    Raises:
+        ValueError: one sentence with what is required, what came and what to do.
+    """
+    text_config = target.config.get_text_config()
+    attention = text_config._attn_implementation
+    if attention not in ("eager", "sdpa"):
+        raise ValueError(
+            f"Draft trees need a target with eager or sdpa attention, got {attention}; load it with "
+            '`attn_implementation="sdpa"`, or draft chains.'
+        )
+    kinds = set(getattr(text_config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"}:
+        raise ValueError(
+            f"Draft trees need a target with full attention in every layer, {type(target).__name__} has "
+            f"{', '.join(sorted(kinds))}; draft chains instead."
+        )
+    if type(cache).__name__ != "DynamicCache":
+        raise ValueError(
+            f"Draft trees need the default dynamic cache, got {type(cache).__name__}; draft chains instead."
+        )
+
+
 def _check_architecture(target: nn.Module, text_config, name: str) -> None:
     if getattr(target.config, "is_encoder_decoder", False):
         raise ValueError(f"Domino drafts for decoder-only targets, {name} is an encoder-decoder; use another target.")

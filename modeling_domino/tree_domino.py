@@ -55,6 +55,12 @@ class DraftTree:
     probabilities: torch.Tensor | None = None
     base_probabilities: torch.Tensor | None = None
 
+    def details(self) -> dict[str, list]:
+        """The recorded details of the (only) sequence, named as the fields of a `Step`; empty if none were asked for."""
+        if self.base_ids is None:
+            return {}
+        return {name: getattr(self, name)[0].tolist() for name in ("base_ids", "probabilities", "base_probabilities")}
+
     def ancestors(self) -> torch.Tensor:
         """Which rows lie on the path to each row, itself included: bool `[B, N + 1, N + 1]`."""
         batch, nodes = self.tokens.shape
@@ -66,17 +72,32 @@ class DraftTree:
         return reach.bool()
 
 
-def attention_mask(ancestors: torch.Tensor, prefix: torch.Tensor) -> torch.Tensor:
-    """Additive mask of a tree behind its prefix.
+class TreeMask:
+    """The additive mask under which the target reads a tree: every row sees the prefix and its own path.
+
+    One buffer `[1, 1, N + 1, size]` for the whole text; a round writes its tree behind the prefix and gets a view.
 
     Args:
-        ancestors: `[B, N + 1, N + 1]`.
-        prefix: 0 where the prefix may be seen and the dtype's minimum on padding, `[B, S]`; also gives the dtype.
-
-    Returns:
-        `[B, 1, N + 1, S + N + 1]`: every row sees the prefix and its own path.
+        num_rows: N + 1.
+        size: rows of the whole text.
+        like: a tensor with the target's dtype and device.
+        padding (*optional*): 1 for real tokens of the prompt, `[1, S]`.
     """
-    hidden = torch.finfo(prefix.dtype).min
-    inside = torch.zeros(ancestors.shape, dtype=prefix.dtype, device=prefix.device).masked_fill_(~ancestors, hidden)
-    before = prefix[:, None, :].expand(-1, ancestors.shape[1], -1)
-    return torch.cat([before, inside], dim=2)[:, None]
+
+    def __init__(self, num_rows: int, size: int, *, like: torch.Tensor, padding: torch.Tensor | None = None):
+        self._hidden = torch.finfo(like.dtype).min
+        self._mask = like.new_zeros(1, 1, num_rows, size)
+        self._open = 0
+        if padding is not None:
+            self._open = padding.shape[1]
+            self._mask[..., : self._open].masked_fill_(padding[:, None, None, :] == 0, self._hidden)
+
+    def behind(self, first: int, ancestors: torch.Tensor) -> torch.Tensor:
+        """The view `[1, 1, N + 1, first + N + 1]` for a tree whose anchor sits at row `first`."""
+        num_rows = ancestors.shape[1]
+        # What the last tree wrote is prefix now.
+        self._mask[..., self._open : first] = 0
+        tree = self._mask[:, :, :num_rows, first : first + num_rows]
+        tree.zero_().masked_fill_(~ancestors[:, None].to(tree.device), self._hidden)
+        self._open = max(self._open, first)
+        return self._mask[:, :, :num_rows, : first + num_rows]
