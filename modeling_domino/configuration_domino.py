@@ -46,7 +46,19 @@ FIELD_ALIASES = {
 }
 SHIFTED_TAPS = "aux_hidden_state_layer_ids"
 
-PROJECTOR_ALIASES = {"causal_v5": "domino"}
+PROJECTOR_ALIASES = {"causal_v5": "domino", "dflash": None}
+
+# Keys of other members of the DFlash family that change what a drafter computes, and the value that changes nothing.
+FOREIGN_FEATURES = {
+    "use_bias_norm": False,
+    "use_bias_gate": False,
+    "conv_kernel_size": 0,
+    "selector_rank": 0,
+    "output_multiplier": 1.0,
+    "final_logit_softcapping": 0.0,
+    "attention_sink_bias": False,
+    "attention_value_scale": 1.0,
+}
 
 # (shift_label, pure_draft_prefix_len) that each source means when it leaves them out.
 DEFAULTS_BY_SOURCE = {
@@ -112,7 +124,11 @@ def canonical_fields(raw: dict[str, Any]) -> dict[str, Any]:
     fields["model_type"] = "domino"
     # Foreign remote code must not follow the weights into what we save.
     fields.pop("auto_map", None)
-    fields.pop("speculators_model_type", None)
+    for key in ("speculators_model_type", "speculators_version", "sliding_window_non_causal"):
+        fields.pop(key, None)
+    if source == "speculators" and fields.get("block_size") is None:
+        warnings.warn("The drafter's config gives no `block_size`; using speculators' default of 8.", stacklevel=2)
+        fields["block_size"] = 8
     verifier = (fields.pop("speculators_config", None) or {}).get("verifier") or {}
     if verifier.get("name_or_path"):
         fields.setdefault("target_model", verifier["name_or_path"])
@@ -159,9 +175,13 @@ def _read_head(fields: dict[str, Any], source: str) -> None:
             "this drafter needs the code of the project that made it."
         )
     fields["projector_type"] = projector
-    for key in ("use_bias_norm", "use_bias_gate"):
-        if fields.pop(key, None):
-            raise ValueError(f"`{key}` must be absent or false, got true: that variant of the head is not supported.")
+    for key, neutral in FOREIGN_FEATURES.items():
+        value = fields.pop(key, None)
+        if value is not None and value != neutral:
+            raise ValueError(
+                f"`{key}` must be absent or {str(neutral).lower()}, got {str(value).lower()}: that variant of the "
+                "drafter is not supported."
+            )
     draft_vocab = fields.pop("draft_vocab_size", None)
     if draft_vocab is not None and draft_vocab != fields.get("vocab_size", draft_vocab):
         raise ValueError(

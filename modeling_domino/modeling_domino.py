@@ -12,6 +12,8 @@ rank, V vocabulary, L tapped layers, N tree nodes; n is the number of drafts of 
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Callable
 
 import torch
@@ -36,14 +38,30 @@ from .plug_domino import Attachment, candidate_generator, install_plug, run_assi
 from .record_domino import Run, get_last_run
 
 
+logger = logging.getLogger(__name__)
+
 # How published checkpoints spell our parameter names: containers around the drafter or its head, and TorchSpec's names.
+# The patterns apply one after the other.
 CHECKPOINT_NAMES = {
     r"^(?:draft_model\.|dflash_module\.|model\.)": "",
-    r"^(?:logit_head\.|domino_head\.)": "",
+    r"^(?:logit_head\.|domino_head\.|logits_correction\.)": "",
     r"^causal_gru\.": "prefix_gru.",
     r"^correction_w1\.": "embed_proj.0.",
     r"^correction_w2\.": "embed_proj.2.",
+    r"^context_proj\.": "fc.",
+    r"^context_norm\.": "hidden_norm.",
+    r"^final_norm\.": "norm.",
 }
+
+# Parameters of the target that some formats store beside the drafter's own; here they are read from the target.
+BORROWED_NAMES = ("embed_tokens.weight", "lm_head.weight")
+
+
+def parameter_name(checkpoint_name: str) -> str:
+    """Our name of a tensor of a published checkpoint."""
+    for pattern, name in CHECKPOINT_NAMES.items():
+        checkpoint_name = re.sub(pattern, name, checkpoint_name)
+    return checkpoint_name
 
 
 class DominoRotaryEmbedding(Qwen3RotaryEmbedding):
@@ -173,6 +191,15 @@ class DominoPreTrainedModel(PreTrainedModel):
         kwargs.setdefault("ignore_mismatched_sizes", True)
         model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
         missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
+        borrowed = [key for key in unexpected if parameter_name(key) in BORROWED_NAMES]
+        if borrowed:
+            unexpected = [key for key in unexpected if key not in borrowed]
+            logger.warning(
+                "%s also stores %s; they are ignored, the drafter reads them from its target (`domino convert` leaves "
+                "them out).",
+                pretrained_model_name_or_path,
+                ", ".join(borrowed),
+            )
         misshaped = sorted(str(key) for key in info["mismatched_keys"])
         for problem, keys in (("lacks", missing), ("has unknown", unexpected), ("has misshaped", misshaped)):
             if keys:
