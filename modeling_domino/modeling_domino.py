@@ -64,6 +64,17 @@ def parameter_name(checkpoint_name: str) -> str:
     return checkpoint_name
 
 
+def require_tensors(source, missing: list[str], unexpected: list[str], misshaped: list[str]) -> None:
+    """Refuses weights that are not exactly the drafter's: it would load, and draft nonsense."""
+    for problem, keys in (("lacks", missing), ("has unknown", unexpected), ("has misshaped", misshaped)):
+        if keys:
+            raise ValueError(
+                f"{source} {problem} tensors {', '.join(keys[:4])}"
+                f"{f' and {len(keys) - 4} more' if len(keys) > 4 else ''}; the drafter would draft nonsense, so it is not "
+                "loaded: check that config and weights belong together."
+            )
+
+
 class DominoRotaryEmbedding(Qwen3RotaryEmbedding):
     """Rotary embedding whose frequencies stay fp32: rounded to bf16 they drift with the position."""
 
@@ -201,13 +212,7 @@ class DominoPreTrainedModel(PreTrainedModel):
                 ", ".join(borrowed),
             )
         misshaped = sorted(str(key) for key in info["mismatched_keys"])
-        for problem, keys in (("lacks", missing), ("has unknown", unexpected), ("has misshaped", misshaped)):
-            if keys:
-                raise ValueError(
-                    f"{pretrained_model_name_or_path} {problem} tensors {', '.join(keys[:4])}"
-                    f"{f' and {len(keys) - 4} more' if len(keys) > 4 else ''}; the drafter would draft nonsense, so it "
-                    "is not loaded: check that config and weights belong together."
-                )
+        require_tensors(pretrained_model_name_or_path, missing, unexpected, misshaped)
         model.check_dtype()
         return (model, info) if output_loading_info else model
 
