@@ -271,6 +271,11 @@ class DominoConfig(Qwen3Config):
         return self.block_size - self.first_draft_slot
 
     @property
+    def auto_map(self) -> dict[str, str]:
+        """Where the Auto classes find the code: always beside the weights."""
+        return dict(AUTO_MAP)
+
+    @property
     def dflash_config(self) -> dict[str, Any]:
         """The nested block that SGLang and the published loaders read."""
         nested = {
@@ -304,7 +309,7 @@ class DominoConfig(Qwen3Config):
         """The saved form (spec of the public checkpoints): readable by our code, by SGLang and by older loaders."""
         output = super().to_dict()
         output["architectures"] = ["DFlashDraftModel"]
-        output["auto_map"] = dict(AUTO_MAP)
+        output["auto_map"] = self.auto_map
         output["dflash_config"] = self.dflash_config
         if not self.has_head:
             # A head-less drafter is recognised by the absence of these keys, also by other loaders.
