@@ -46,7 +46,19 @@ FIELD_ALIASES = {
 }
 SHIFTED_TAPS = "aux_hidden_state_layer_ids"
 
-PROJECTOR_ALIASES = {"causal_v5": "domino"}
+PROJECTOR_ALIASES = {"causal_v5": "domino", "dflash": None}
+
+# Keys of other members of the DFlash family that change what a drafter computes, and the value that changes nothing.
+FOREIGN_FEATURES = {
+    "use_bias_norm": False,
+    "use_bias_gate": False,
+    "conv_kernel_size": 0,
+    "selector_rank": 0,
+    "output_multiplier": 1.0,
+    "final_logit_softcapping": 0.0,
+    "attention_sink_bias": False,
+    "attention_value_scale": 1.0,
+}
 
 # (shift_label, pure_draft_prefix_len) that each source means when it leaves them out.
 DEFAULTS_BY_SOURCE = {
@@ -112,7 +124,11 @@ def canonical_fields(raw: dict[str, Any]) -> dict[str, Any]:
     fields["model_type"] = "domino"
     # Foreign remote code must not follow the weights into what we save.
     fields.pop("auto_map", None)
-    fields.pop("speculators_model_type", None)
+    for key in ("speculators_model_type", "speculators_version", "sliding_window_non_causal"):
+        fields.pop(key, None)
+    if source == "speculators" and fields.get("block_size") is None:
+        warnings.warn("The drafter's config gives no `block_size`; using speculators' default of 8.", stacklevel=2)
+        fields["block_size"] = 8
     verifier = (fields.pop("speculators_config", None) or {}).get("verifier") or {}
     if verifier.get("name_or_path"):
         fields.setdefault("target_model", verifier["name_or_path"])
@@ -159,9 +175,13 @@ def _read_head(fields: dict[str, Any], source: str) -> None:
             "this drafter needs the code of the project that made it."
         )
     fields["projector_type"] = projector
-    for key in ("use_bias_norm", "use_bias_gate"):
-        if fields.pop(key, None):
-            raise ValueError(f"`{key}` must be absent or false, got true: that variant of the head is not supported.")
+    for key, neutral in FOREIGN_FEATURES.items():
+        value = fields.pop(key, None)
+        if value is not None and value != neutral:
+            raise ValueError(
+                f"`{key}` must be absent or {str(neutral).lower()}, got {str(value).lower()}: that variant of the "
+                "drafter is not supported."
+            )
     draft_vocab = fields.pop("draft_vocab_size", None)
     if draft_vocab is not None and draft_vocab != fields.get("vocab_size", draft_vocab):
         raise ValueError(
@@ -251,6 +271,11 @@ class DominoConfig(Qwen3Config):
         return self.block_size - self.first_draft_slot
 
     @property
+    def auto_map(self) -> dict[str, str]:
+        """Where the Auto classes find the code: always beside the weights."""
+        return dict(AUTO_MAP)
+
+    @property
     def dflash_config(self) -> dict[str, Any]:
         """The nested block that SGLang and the published loaders read."""
         nested = {
@@ -284,7 +309,7 @@ class DominoConfig(Qwen3Config):
         """The saved form (spec of the public checkpoints): readable by our code, by SGLang and by older loaders."""
         output = super().to_dict()
         output["architectures"] = ["DFlashDraftModel"]
-        output["auto_map"] = dict(AUTO_MAP)
+        output["auto_map"] = self.auto_map
         output["dflash_config"] = self.dflash_config
         if not self.has_head:
             # A head-less drafter is recognised by the absence of these keys, also by other loaders.

@@ -12,6 +12,8 @@ rank, V vocabulary, L tapped layers, N tree nodes; n is the number of drafts of 
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Callable
 
 import torch
@@ -36,14 +38,41 @@ from .plug_domino import Attachment, candidate_generator, install_plug, run_assi
 from .record_domino import Run, get_last_run
 
 
+logger = logging.getLogger(__name__)
+
 # How published checkpoints spell our parameter names: containers around the drafter or its head, and TorchSpec's names.
+# The patterns apply one after the other.
 CHECKPOINT_NAMES = {
     r"^(?:draft_model\.|dflash_module\.|model\.)": "",
-    r"^(?:logit_head\.|domino_head\.)": "",
+    r"^(?:logit_head\.|domino_head\.|logits_correction\.)": "",
     r"^causal_gru\.": "prefix_gru.",
     r"^correction_w1\.": "embed_proj.0.",
     r"^correction_w2\.": "embed_proj.2.",
+    r"^context_proj\.": "fc.",
+    r"^context_norm\.": "hidden_norm.",
+    r"^final_norm\.": "norm.",
 }
+
+# Parameters of the target that some formats store beside the drafter's own; here they are read from the target.
+BORROWED_NAMES = ("embed_tokens.weight", "lm_head.weight")
+
+
+def parameter_name(checkpoint_name: str) -> str:
+    """Our name of a tensor of a published checkpoint."""
+    for pattern, name in CHECKPOINT_NAMES.items():
+        checkpoint_name = re.sub(pattern, name, checkpoint_name)
+    return checkpoint_name
+
+
+def require_tensors(source, missing: list[str], unexpected: list[str], misshaped: list[str]) -> None:
+    """Refuses weights that are not exactly the drafter's: it would load, and draft nonsense."""
+    for problem, keys in (("lacks", missing), ("has unknown", unexpected), ("has misshaped", misshaped)):
+        if keys:
+            raise ValueError(
+                f"{source} {problem} tensors {', '.join(keys[:4])}"
+                f"{f' and {len(keys) - 4} more' if len(keys) > 4 else ''}; the drafter would draft nonsense, so it is not "
+                "loaded: check that config and weights belong together."
+            )
 
 
 class DominoRotaryEmbedding(Qwen3RotaryEmbedding):
@@ -173,14 +202,17 @@ class DominoPreTrainedModel(PreTrainedModel):
         kwargs.setdefault("ignore_mismatched_sizes", True)
         model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
         missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
+        borrowed = [key for key in unexpected if parameter_name(key) in BORROWED_NAMES]
+        if borrowed:
+            unexpected = [key for key in unexpected if key not in borrowed]
+            logger.warning(
+                "%s also stores %s; they are ignored, the drafter reads them from its target (`domino convert` leaves "
+                "them out).",
+                pretrained_model_name_or_path,
+                ", ".join(borrowed),
+            )
         misshaped = sorted(str(key) for key in info["mismatched_keys"])
-        for problem, keys in (("lacks", missing), ("has unknown", unexpected), ("has misshaped", misshaped)):
-            if keys:
-                raise ValueError(
-                    f"{pretrained_model_name_or_path} {problem} tensors {', '.join(keys[:4])}"
-                    f"{f' and {len(keys) - 4} more' if len(keys) > 4 else ''}; the drafter would draft nonsense, so it "
-                    "is not loaded: check that config and weights belong together."
-                )
+        require_tensors(pretrained_model_name_or_path, missing, unexpected, misshaped)
         model.check_dtype()
         return (model, info) if output_loading_info else model
 

@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 import transformers
-from packaging import version
 
 
-SELECTS_BY_INDEX = version.parse(transformers.__version__) >= version.parse("5.23.0")
+SELECTS_BY_INDEX = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23)
 
 
 class TargetTaps:

@@ -7,12 +7,16 @@ quantised and offloaded ones work) and reads the output of some decoder layers.
 from __future__ import annotations
 
 import logging
+import weakref
 
 import torch
 from torch import nn
 
 
 logger = logging.getLogger(__name__)
+
+# Targets whose mask rows have been looked at, and the mask tokens asked about: the look costs a synchronisation.
+_SEEN_MASKS: weakref.WeakKeyDictionary[nn.Module, set[int]] = weakref.WeakKeyDictionary()
 
 # Layer types whose state cannot be rolled back after a rejected draft.
 RECURRENT_MARKS = ("linear_attention", "mamba", "recurrent", "conv", "ssm", "rwkv", "hybrid")
@@ -38,6 +42,7 @@ class TargetView:
         # Some targets scale the row inside the embedding module; drafters are trained on the raw row.
         scale = getattr(self._embedding, "embed_scale", None)
         self._embed_scale = None if scale is None else float(scale)
+        self._mention_empty_mask_row(config.mask_token_id)
 
     def embed(self, ids: torch.Tensor, *, like: torch.Tensor) -> torch.Tensor:
         """Raw embedding rows of `ids` `[B, n]` as `[B, n, D]`, with the device and dtype of `like`."""
@@ -55,6 +60,30 @@ class TargetView:
         # A 4-bit head stores integers and computes in the dtype of its input.
         dtype = parameter.dtype if parameter.is_floating_point() else self.target.dtype
         return self._output_head(hidden.to(device=self._device_of(parameter), dtype=dtype)).to(hidden.device)
+
+    @torch.no_grad()
+    def _mention_empty_mask_row(self, mask_token_id: int) -> None:
+        """Warns, once per target, if the mask token's row is next to zero: the block would then carry no signal."""
+        seen = _SEEN_MASKS.setdefault(self.target, set())
+        if mask_token_id in seen or self._embedding.weight.device.type == "meta":
+            return
+        seen.add(mask_token_id)
+        count = self._embedding.num_embeddings
+        # The mask's row and a sample of others, spread over the vocabulary.
+        ids = torch.tensor(
+            [mask_token_id, *range(0, count, max(1, count // 64))], device=self._embedding.weight.device
+        )
+        size, *sizes = self._embedding(ids).float().norm(dim=-1).tolist()
+        usual = sorted(sizes)[len(sizes) // 2]
+        if size < 0.01 * usual:
+            logger.warning(
+                "The embedding row of the mask token %d in %s is next to zero (norm %.2g, others %.2g): acceptance will "
+                "be low unless the drafter was trained with that row; check `mask_token_id` and the target's weights.",
+                mask_token_id,
+                type(self.target).__name__,
+                size,
+                usual,
+            )
 
     def _device_of(self, parameter: torch.Tensor) -> torch.device:
         # An offloaded head has its parameter on "meta"; its own hook moves the input.

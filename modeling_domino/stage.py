@@ -1,0 +1,135 @@
+"""Staging: a complete Hub repository in `dist/NAME`, from a drafter in any format.
+
+What `domino stage` writes is what a push uploads: weights, config, exactly the `_domino.py` files, `custom_generate/`
+and the card. `custom_generate` is not told which repository it came from and a repository cannot know its own commit, so
+staging stamps the id and the TAG about to be created, with a digest of the other files.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+from huggingface_hub.utils import validate_repo_id
+
+from .convert import Report, convert, written_at_once
+from .provenance import CHECKOUT, sha256_of
+
+
+SHIM = Path(__file__).with_name("custom_generate")
+SHIM_FILES = ("generate.py", "requirements.txt", "stamp.py")
+STAMP = Path("custom_generate", "stamp.py")
+# What travels from the source folder beside the weights.
+CARD_FILES = ("README.md", "LICENSE", "NOTICE")
+
+
+def stage(
+    source: str,
+    *,
+    repo_id: str | None = None,
+    tag: str | None = None,
+    output: Path | None = None,
+) -> tuple[Path, Report]:
+    """Stages a drafter as a Hub repository.
+
+    Args:
+        source (`str`): the name of a folder in `hub_cards/`, or any folder with a drafter.
+        repo_id (`str`, *optional*): id of the repository to be; without it `custom_generate` needs `assistant_model=`.
+        tag (`str`, *optional*): the tag about to be created there.
+        output (`Path`, *optional*): the folder to write, by default `dist/NAME` in the checkout; it is replaced.
+
+    Returns:
+        The staged folder, and what changed in config and tensors.
+
+    Raises:
+        ValueError: if there is no such drafter, or it cannot be read completely; nothing is written.
+    """
+    folder = source_folder(source)
+    if (repo_id is None) != (tag is None):
+        raise ValueError(f"A repository is stamped with its id and its tag, got --repo-id {repo_id} and --tag {tag}.")
+    if repo_id is not None:
+        validate_repo_id(repo_id)
+    if output is None:
+        output = _checkout() / "dist" / (repo_id or folder.name).split("/")[-1]
+    if output.exists() and not (output / "config.json").is_file():
+        raise ValueError(f"Staging replaces only a folder with a config.json, got {output}; choose another --output.")
+    with written_at_once(output) as work:
+        # `convert` wants to create its destination itself.
+        work.rmdir()
+        report = convert(folder, work, to="ours")
+        report.destination = str(output)
+        for name in CARD_FILES:
+            if (folder / name).is_file():
+                shutil.copyfile(folder / name, work / name)
+        report.left = [name for name in report.left if not (work / name).exists()]
+        (work / "custom_generate").mkdir()
+        for name in SHIM_FILES:
+            shutil.copyfile(SHIM / name, work / "custom_generate" / name)
+        if repo_id is not None:
+            (work / STAMP).write_text(stamp_text(work, repo_id, tag))
+    return output, report
+
+
+def source_folder(source: str) -> Path:
+    """The folder of a drafter, named by its path or by its name in `hub_cards/`."""
+    for folder in (CHECKOUT / "hub_cards" / source, Path(source)):
+        if (folder / "config.json").is_file():
+            return folder.resolve()
+    raise ValueError(
+        f"{source} must be a folder with a drafter, or the name of one in hub_cards/; neither has a config.json."
+    )
+
+
+def stamp_text(folder: Path, repo_id: str, tag: str) -> str:
+    """The stamp of a staged folder."""
+    unstamped = ast.get_docstring(ast.parse((SHIM / "stamp.py").read_text()))
+    values = {"DRAFTER_ID": repo_id, "DRAFTER_REVISION": tag, "FILES_SHA256": files_sha256(folder)}
+    return f'"""{unstamped}"""\n\n' + "".join(f"{name} = {json.dumps(value)}\n" for name, value in values.items())
+
+
+def read_stamp(folder: Path) -> dict[str, str | None]:
+    """The values of a staged folder's stamp, read without running it."""
+    tree = ast.parse((folder / STAMP).read_text())
+    return {
+        statement.targets[0].id: ast.literal_eval(statement.value)
+        for statement in tree.body
+        if isinstance(statement, ast.Assign)
+    }
+
+
+def verify_stamp(folder: Path) -> dict[str, str | None]:
+    """Recomputes the stamp of a staged folder.
+
+    Returns:
+        `dict`: the stamp's values.
+
+    Raises:
+        ValueError: if the folder is not stamped, or a file changed since.
+    """
+    if not (folder / STAMP).is_file():
+        raise ValueError(f"{folder} must be a staged folder, it has no {STAMP.as_posix()}; run `domino stage` first.")
+    stamp = read_stamp(folder)
+    if stamp["DRAFTER_ID"] is None:
+        raise ValueError(f"{folder} is not stamped; stage it with --repo-id ORG/NAME.")
+    if (folder / STAMP).read_text() != stamp_text(folder, stamp["DRAFTER_ID"], stamp["DRAFTER_REVISION"]):
+        raise ValueError(f"Files of {folder} changed after it was stamped; stage it again.")
+    return stamp
+
+
+def files_sha256(folder: Path) -> str:
+    """One digest over names and contents of all files but the stamp."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*"), key=lambda path: path.relative_to(folder).as_posix()):
+        name = path.relative_to(folder)
+        if path.is_file() and name != STAMP:
+            digest.update(f"{sha256_of(path)}  {name.as_posix()}\n".encode())
+    return digest.hexdigest()
+
+
+def _checkout() -> Path:
+    if not (CHECKOUT / "pyproject.toml").is_file():
+        raise ValueError("`domino stage` writes to dist/ of a checkout and this package is installed; pass --output.")
+    return CHECKOUT

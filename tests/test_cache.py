@@ -1,0 +1,183 @@
+"""The drafter's context store, and the few calls on the target's cache that differ between releases."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import pattern, prompt, tiny_drafter, tiny_target
+from transformers import DynamicCache
+
+from modeling_domino.cache_domino import DominoCache, cache_keyword, cache_of, drop_last, empty_filled_cache
+
+
+def rows(length: int, offset: int = 0) -> torch.Tensor:
+    return pattern(2, 3, length, 4, offset=offset)
+
+
+def append(cache: DominoCache, context: torch.Tensor, num_layers: int = 2) -> None:
+    for layer in range(num_layers):
+        cache.append(layer, context + layer, -context - layer)
+    cache.commit(context.shape[2])
+
+
+def test_rows_come_back_in_order_with_the_block_behind():
+    cache = DominoCache()
+    first, second, block = rows(3), rows(2, 500), rows(4, 900)
+    append(cache, first)
+    append(cache, second)
+    assert cache.get_seq_length() == 5
+    for layer in range(2):
+        keys, values = cache.with_block(layer, block, -block)
+        assert torch.equal(keys, torch.cat([first + layer, second + layer, block], dim=2))
+        assert torch.equal(values, torch.cat([-first - layer, -second - layer, -block], dim=2))
+    assert cache.get_seq_length() == 5, "the block is not kept"
+
+
+def test_a_block_without_context():
+    cache = DominoCache()
+    block = rows(4)
+    keys, values = cache.with_block(0, block, -block)
+    assert torch.equal(keys, block) and torch.equal(values, -block)
+    assert cache.get_seq_length() == 0
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 255, 256, 257, 600])
+def test_growth_across_the_capacity_keeps_every_row(chunk):
+    total = torch.cat([rows(chunk, offset) for offset in range(0, 1300, chunk)], dim=2)
+    cache = DominoCache()
+    for i in range(0, total.shape[2], chunk):
+        append(cache, total[:, :, i : i + chunk])
+        block = rows(4, i)
+        keys, _ = cache.with_block(1, block, block)
+        assert torch.equal(keys, torch.cat([total[:, :, : i + chunk] + 1, block], dim=2))
+
+
+def test_growth_copies_seldom():
+    cache, buffers = DominoCache(), set()
+    for i in range(2000):
+        append(cache, rows(1, i), num_layers=1)
+        buffers.add(cache._keys[0].data_ptr())
+    assert len(buffers) <= 5
+
+
+def test_rewind_forgets_the_last_rows():
+    cache = DominoCache()
+    first, second, block = rows(5), rows(2, 500), rows(4, 900)
+    append(cache, first)
+    cache.rewind(3)
+    assert cache.get_seq_length() == 2
+    append(cache, second)
+    keys, _ = cache.with_block(0, block, block)
+    assert torch.equal(keys, torch.cat([first[:, :, :2], second, block], dim=2))
+    cache.rewind(0)
+    cache.rewind(4)
+    assert cache.get_seq_length() == 0
+
+
+@pytest.mark.parametrize("num_rows", [-1, 6])
+def test_rewind_refuses_rows_it_does_not_hold(num_rows):
+    cache = DominoCache()
+    append(cache, rows(5))
+    with pytest.raises(ValueError, match=rf"`num_rows` must lie in 0..5 .* got {num_rows}\."):
+        cache.rewind(num_rows)
+
+
+CHUNKS = [[9], [1] * 9, [4, 5], [8, 1], [1, 3, 1, 4]]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("chunks", CHUNKS, ids=str)
+def test_incremental_context_equals_from_scratch(chunks, padded):
+    """A block over a stored context is the block over the same context given at once."""
+    drafter = tiny_drafter(tiny_target(), block_size=4)
+    taps, block = pattern(2, 9, 64), pattern(2, 4, 32, offset=11)
+    positions = torch.arange(13)[None].expand(2, -1)
+    mask = torch.ones(2, 13, dtype=torch.long)
+    if padded:
+        # Left padding of the second sequence; its positions start at the first real token.
+        mask[1, :3] = 0
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    expected = drafter(block, taps, positions, mask if padded else None).last_hidden_state
+    cache, start = DominoCache(), 0
+    for size in chunks:
+        end = start + size
+        chunk_positions = torch.cat([positions[:, start:end], positions[:, end : end + 4]], dim=1)
+        seen = torch.cat([mask[:, :end], mask.new_ones(2, 4)], dim=1) if padded else None
+        output = drafter(block, taps[:, start:end], chunk_positions, seen, cache).last_hidden_state
+        start = end
+    assert cache.get_seq_length() == 9
+    torch.testing.assert_close(output, expected)
+    # The same block once more, nothing new committed.
+    again = drafter(block, None, positions[:, 9:], mask if padded else None, cache).last_hidden_state
+    torch.testing.assert_close(again, expected)
+
+
+@torch.no_grad()
+def test_default_positions_continue_behind_the_store():
+    drafter = tiny_drafter(tiny_target(), block_size=4)
+    taps, block = pattern(1, 9, 64), pattern(1, 4, 32, offset=11)
+    cache = DominoCache()
+    drafter(block, taps[:, :5], cache=cache)
+    output = drafter(block, taps[:, 5:], cache=cache).last_hidden_state
+    torch.testing.assert_close(output, drafter(block, taps).last_hidden_state)
+
+
+@torch.no_grad()
+def test_a_rewound_context_equals_from_scratch():
+    drafter = tiny_drafter(tiny_target(), block_size=4)
+    taps, other, block = pattern(1, 9, 64), pattern(1, 4, 64, offset=77), pattern(1, 4, 32, offset=11)
+    cache = DominoCache()
+    drafter(block, torch.cat([taps[:, :5], other], dim=1), cache=cache)
+    cache.rewind(4)
+    output = drafter(block, taps[:, 5:], cache=cache).last_hidden_state
+    torch.testing.assert_close(output, drafter(block, taps).last_hidden_state)
+
+
+# ---- the target's cache
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+def test_the_targets_cache_is_found_and_dropped_from(kind):
+    target = tiny_target(kind)
+    keyword = cache_keyword(target)
+    ids = prompt(8)
+    expected = target(ids).logits[:, -1]
+    cache = DynamicCache(config=target.config)
+    outputs = target(ids[:, :6], use_cache=True, **{keyword: cache})
+    assert cache_of(outputs, keyword) is cache and cache_of({keyword: cache}, keyword) is cache
+    # Two rejected drafts, then nothing to drop, then the true tokens.
+    target(torch.tensor([[1, 2]]), use_cache=True, **{keyword: cache})
+    drop_last(cache, 2)
+    assert cache.get_seq_length() == 6
+    drop_last(cache, 0)
+    assert cache.get_seq_length() == 6
+    outputs = target(ids[:, 6:], use_cache=True, **{keyword: cache})
+    torch.testing.assert_close(outputs.logits[:, -1], expected)
+
+
+class Settings:
+    _mask_length = -1
+
+
+@torch.no_grad()
+def test_a_filled_cache_is_emptied_only_when_the_whole_prompt_comes_again(caplog):
+    target, ids = tiny_target(), prompt(6)
+
+    def filled():
+        cache = DynamicCache(config=target.config)
+        target(ids, use_cache=True, **{cache_keyword(target): cache})
+        return cache
+
+    with caplog.at_level("WARNING"):
+        cache = filled()
+        empty_filled_cache(cache, ids[:, -2:], {"attention_mask": torch.ones(1, 8)}, Settings)
+        assert cache.get_seq_length() == 6 and not caplog.records
+        cache = DynamicCache(config=target.config)
+        empty_filled_cache(cache, ids, {"attention_mask": torch.ones(1, 6)}, Settings)
+        assert not caplog.records
+        cache = filled()
+        empty_filled_cache(cache, ids, {"attention_mask": torch.ones(1, 6)}, Settings)
+        assert cache.get_seq_length() == 0
+    assert "holds 6 tokens and the whole prompt of 6" in caplog.text
