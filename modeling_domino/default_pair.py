@@ -87,7 +87,7 @@ def load_default_drafter() -> tuple[DominoDraftModel, bool, str]:
     """The default drafter in fp32, whether it is trained, and its name."""
     from modeling_domino import DominoDraftModel
 
-    folder = _trained_drafter_folder()
+    folder = trained_drafter_folder()
     if folder is not None:
         drafter, name = DominoDraftModel.from_pretrained(folder, dtype=torch.float32), folder.name
     else:
@@ -131,7 +131,7 @@ def _untrained_config() -> DominoConfig:
     )
 
 
-def _trained_drafter_folder() -> Path | None:
+def trained_drafter_folder() -> Path | None:
     """The trained drafter of this checkout; of several, the one with the smallest block (the cheapest to verify)."""
     folders = [
         folder

@@ -53,6 +53,9 @@ CHECKPOINT_NAMES = {
     r"^final_norm\.": "norm.",
 }
 
+# Attention functions that take a block without causality and its mask over context and block.
+ATTENTION = ("sdpa", "eager")
+
 # Parameters of the target that some formats store beside the drafter's own; here they are read from the target.
 BORROWED_NAMES = ("embed_tokens.weight", "lm_head.weight")
 
@@ -73,6 +76,15 @@ def require_tensors(source, missing: list[str], unexpected: list[str], misshaped
                 f"{f' and {len(keys) - 4} more' if len(keys) > 4 else ''}; the drafter would draft nonsense, so it is not "
                 "loaded: check that config and weights belong together."
             )
+
+
+def how_to_use(config: DominoConfig | None) -> str:
+    """What to tell someone who asks a drafter to write."""
+    target = (config.target_model if config is not None else None) or "<target id>"
+    return (
+        "This is a drafter, not a language model: load its target and call "
+        f'`AutoModelForCausalLM.from_pretrained("{target}").generate(**inputs, assistant_model=drafter)`.'
+    )
 
 
 class DominoRotaryEmbedding(Qwen3RotaryEmbedding):
@@ -141,9 +153,10 @@ class DominoAttention(nn.Module):
             context_keys, context_values = self.keys_values(context, context_positions)
             keys = torch.cat([context_keys, keys], dim=2)
             values = torch.cat([context_values, values], dim=2)
-        attend: Callable = eager_attention_forward
-        if self.config._attn_implementation != "eager":
-            attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        # transformers looks for this very call in the source before it lets `set_attn_implementation` change anything.
+        attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
         output, _ = attend(
             self,
             queries,
@@ -182,6 +195,15 @@ class DominoPreTrainedModel(PreTrainedModel):
     _no_split_modules = ["DominoDecoderLayer"]
     _supports_sdpa = True
     _supports_attention_backend = True
+
+    def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args, **kwargs) -> str:
+        # Other functions take masks in other forms, or are causal; a kernel from the Hub would be loaded unasked.
+        if attn_implementation not in (None, *ATTENTION):
+            raise ValueError(
+                f"`attn_implementation` must be one of {', '.join(map(repr, ATTENTION))} for a Domino drafter, got "
+                f"{attn_implementation!r}; its target may use another."
+            )
+        return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
@@ -365,11 +387,7 @@ class DominoDraftModel(DominoPreTrainedModel):
         Raises:
             TypeError: always, with the call that works.
         """
-        target = self.config.target_model or "<target id>"
-        raise TypeError(
-            "This is a drafter, not a language model: load its target and call "
-            f'`AutoModelForCausalLM.from_pretrained("{target}").generate(**inputs, assistant_model=drafter)`.'
-        )
+        raise TypeError(how_to_use(self.config))
 
     # The protocol that the plug looks for.
     def _domino_assisted_decoding(self, original, target, *args, **kwargs):
@@ -379,8 +397,31 @@ class DominoDraftModel(DominoPreTrainedModel):
         return candidate_generator()
 
 
+class DrafterInPipelineError(Exception):
+    """A pipeline was asked for a drafter's own text.
+
+    No subclass of what pipelines catch while loading: they would bury the sentence under thousands of characters.
+    """
+
+
 class DominoForCausalLM(DominoDraftModel):
     """What `AutoModelForCausalLM` loads from a drafter repo: the drafter, whose `generate` says how to use it."""
+
+    @classmethod
+    def can_generate(cls) -> bool:
+        """True, so that a pipeline around it comes as far as `generate`."""
+        return True
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
+        """Loads the drafter.
+
+        Raises:
+            DrafterInPipelineError: if `pipeline` does the loading, with the call that works.
+        """
+        if kwargs.get("_from_pipeline") is not None:
+            raise DrafterInPipelineError(how_to_use(kwargs.get("config")))
+        return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
 
 
 DominoConfig.register_for_auto_class()

@@ -17,7 +17,15 @@ import time
 from typing import Any
 
 import torch
-from transformers import GenerationMixin, StoppingCriteriaList
+from transformers import (
+    EosTokenCriteria,
+    GenerationMixin,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StoppingCriteriaList,
+)
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from .cache_domino import DominoCache, cache_keyword, cache_of, empty_filled_cache
@@ -33,6 +41,8 @@ MARK = "_domino_original"
 # transformers fills `num_assistant_tokens` with this when the caller says nothing.
 UNSET_ASSISTANT_TOKENS = 20
 FOREIGN_MARKS = ("DFlash", "Domino")
+# Stop tokens are kept out of sampled drafts; length and time say nothing about what was drafted.
+CONTENT_FREE = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria)
 
 # The generation that is running in this thread or task: handed from `_assisted_decoding` to `_get_candidate_generator`.
 _SESSION: contextvars.ContextVar[DominoCandidateGenerator | None] = contextvars.ContextVar("domino", default=None)
@@ -163,6 +173,22 @@ class _NotOnPrompt(StoppingCriteriaList):
         return super().__call__(input_ids, scores, **kwargs)
 
 
+class _WithoutStops(LogitsProcessor):
+    """The drafts' law without the tokens that stop the text.
+
+    A stop token must come as the target's own, since the core writes on behind a draft. But a sampled draft that is
+    taken back for what it is makes every other token likelier; one that cannot be drawn does no harm.
+    """
+
+    def __init__(self, processors: LogitsProcessorList, stop_ids: torch.Tensor):
+        self.processors, self.stop_ids = processors, stop_ids
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores = self.processors(input_ids, scores.index_fill(1, self.stop_ids.to(scores.device), -torch.inf))
+        # Where nothing but a stop token is allowed, any draft will do: the target refuses it.
+        return scores.where(scores.amax(dim=1, keepdim=True) > -torch.inf, 0.0)
+
+
 class DominoCandidateGenerator(CandidateGenerator):
     """Drafts for transformers' assisted decoding, from the outputs of the target's last forward.
 
@@ -180,7 +206,13 @@ class DominoCandidateGenerator(CandidateGenerator):
         self.criteria = stopping_criteria
         self.do_sample = generation_config.do_sample
         self.temperature = float(generation_config.temperature or 1.0) if self.do_sample else 0.0
-        self.rule = resolve_rule(None, self.do_sample)
+        # Drafts that a stop string or a criterion of the user's own ends are taken back for what they are, which only
+        # "match" allows; the other criteria do not look at the drafts.
+        by_content = any(not isinstance(criterion, CONTENT_FREE) for criterion in stopping_criteria)
+        self.rule = resolve_rule("match" if self.do_sample and by_content else None, self.do_sample)
+        stop_ids = getattr(generation_config, "_eos_token_tensor", None)
+        if self.rule == "speculative" and stop_ids is not None:
+            self.processors = LogitsProcessorList([_WithoutStops(logits_processor, stop_ids.flatten())])
         self.max_length = generation_config.max_length
         asked = generation_config.num_assistant_tokens
         self.width = resolve_width(None if asked == UNSET_ASSISTANT_TOKENS else asked, drafter.config)
@@ -226,7 +258,7 @@ class DominoCandidateGenerator(CandidateGenerator):
             num_drafts=num_drafts,
             clock=self.clock,
             processors=self.processors,
-            do_sample=self.do_sample,
+            do_sample=self.rule == "speculative",
             details=self.drafter.record_details,
         )
         candidates = torch.cat([input_ids, chain.ids.to(input_ids.device)], dim=1)
@@ -283,6 +315,9 @@ class DominoCandidateGenerator(CandidateGenerator):
         starts = [self.prompt_length, *self.lengths]
         ends = [*self.lengths, len(ids)]
         for i, (chain, start, end) in enumerate(zip(chains, starts, ends)):
+            if end == start:
+                # Time ran out before an undrafted round; releases before 5.18 then add nothing.
+                continue
             step = Step(
                 draft_ids=chain.ids[0].tolist(),
                 accepted=end - start - 1,

@@ -76,6 +76,9 @@ LOOKS: dict[Kind, Look] = {
     "unused": Look("dim", "(", ")", "never used"),
 }
 
+# What stays in the text.
+KEPT: tuple[Kind, ...] = ("accepted", "head", "own")
+
 
 class TextPieces:
     """Turns a stream of ids into text, piece by piece; a character of several tokens comes out with its last one.
@@ -133,7 +136,7 @@ def draw_text(marks: Iterable[Mark], pieces: TextPieces, *, brackets: bool) -> T
         pieces (`TextPieces`): of the whole text; advanced by this round.
         brackets (`bool`): mark with brackets, for output that shows no styles.
     """
-    kept = [mark for mark in marks if mark.kind in ("accepted", "head", "own")]
+    kept = [mark for mark in marks if mark.kind in KEPT]
     drawn = Text()
     for kind, run in groupby(kept, key=lambda mark: mark.kind):
         piece = printable("".join(pieces.push(mark.token_id) for mark in run))
@@ -154,18 +157,19 @@ def draw_round(number: int, marks: list[Mark], decode: Callable[[list[int]], str
         if mark.kind == "head":
             drawn.append(f"≠{_on_one_line(decode([mark.base_id]))}", "dim strike")
         drawn.append(look.after, "dim")
-    given = sum(mark.kind in ("accepted", "head", "own") for mark in marks)
+    given = sum(mark.kind in KEPT for mark in marks)
     drawn.append(f"  {given} / {len(marks)}", "bold")
     return drawn
 
 
-def draw_legend(*, brackets: bool, kinds: Iterable[Kind] = ("accepted", "head", "own")) -> Text:
-    """One line that explains the marks of [`draw_text`] or, with all kinds, of [`draw_round`]."""
+def draw_legend(*, rounds: bool, brackets: bool = True) -> Text:
+    """One line that explains the marks of [`draw_round`] or, without `rounds`, of [`draw_text`]."""
     drawn = Text()
-    for kind in kinds:
+    for kind in LOOKS if rounds else KEPT:
         look = LOOKS[kind]
         drawn.append("   " if drawn else "")
-        drawn.append(f"{look.before}{look.meaning}{look.after}" if brackets else look.meaning, look.style)
+        bracketed = rounds or (brackets and kind != "own")
+        drawn.append(f"{look.before}{look.meaning}{look.after}" if bracketed else look.meaning, look.style)
     return drawn
 
 

@@ -65,14 +65,13 @@ class TargetView:
     def _mention_empty_mask_row(self, mask_token_id: int) -> None:
         """Warns, once per target, if the mask token's row is next to zero: the block would then carry no signal."""
         seen = _SEEN_MASKS.setdefault(self.target, set())
-        if mask_token_id in seen or self._embedding.weight.device.type == "meta":
+        device = next(self._embedding.parameters()).device
+        if mask_token_id in seen or device.type == "meta":
             return
         seen.add(mask_token_id)
         count = self._embedding.num_embeddings
         # The mask's row and a sample of others, spread over the vocabulary.
-        ids = torch.tensor(
-            [mask_token_id, *range(0, count, max(1, count // 64))], device=self._embedding.weight.device
-        )
+        ids = torch.tensor([mask_token_id, *range(0, count, max(1, count // 64))], device=device)
         size, *sizes = self._embedding(ids).float().norm(dim=-1).tolist()
         usual = sorted(sizes)[len(sizes) // 2]
         if size < 0.01 * usual:

@@ -126,6 +126,10 @@ def test_empty_pieces_get_no_brackets():
     assert draw_text(marks, TextPieces(decode), brackets=True).plain == " ten"
 
 
-def test_the_legend_names_what_is_shown():
-    assert draw_legend(brackets=True).plain.startswith("[accepted draft]   {accepted thanks to the head")
-    assert draw_legend(brackets=False, kinds=LOOKS).plain.count("   ") == len(LOOKS) - 1
+def test_the_legend_shows_each_mark_as_it_is_drawn():
+    assert draw_legend(rounds=False).plain == (
+        "[accepted draft]   {accepted thanks to the head (≠ the backbone's own pick)}   the target's own token"
+    )
+    assert draw_legend(rounds=False, brackets=False).plain.startswith("accepted draft   accepted thanks")
+    for look in LOOKS.values():
+        assert f"{look.before}{look.meaning}{look.after}" in draw_legend(rounds=True).plain
