@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from modeling_domino import DominoConfig, DominoDraftModel, generation_domino, plug_domino
+from modeling_domino import DominoConfig, DominoDraftModel, loop_domino, plug_domino
 from modeling_domino.drafting_domino import draft_chain
 from modeling_domino.generation_domino import stream
 
@@ -159,7 +159,7 @@ def script_drafts(monkeypatch, choose) -> None:
         ids = choose(prefix_ids.shape[1], num_drafts)
         return dataclasses.replace(chain, ids=torch.tensor([ids], dtype=torch.long, device=prefix_ids.device))
 
-    for module in (generation_domino, plug_domino):
+    for module in (loop_domino, plug_domino):
         monkeypatch.setattr(module, "draft_chain", scripted)
 
 
