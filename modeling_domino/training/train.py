@@ -1,0 +1,115 @@
+"""`domino train`: reads the arguments, builds target, drafter and data, trains, and exports the best drafter.
+
+Run directly or under `accelerate launch -m modeling_domino.training.train` for several GPUs or nodes.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from transformers import HfArgumentParser
+
+from .config import DominoTrainingArguments
+from .data import Sample, rank_tokens, read_samples, split_samples
+from .model import DominoTrainingModel
+from .pair import PairArguments, load_drafter, load_target
+from .trainer import DominoTrainer, last_checkpoint
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class DataArguments:
+    """What to train on.
+
+    Args:
+        train_data: JSONL files of the target's answers (see data.py).
+        eval_samples (`int`): samples held out of them for evaluation; which ones depends on their ids alone.
+        train_fraction (`float`): share of the training samples to use (scaling studies).
+    """
+
+    train_data: list[str] = field(metadata={"help": "JSONL(.gz) files of the target's answers."})
+    eval_samples: int = field(default=64, metadata={"help": "Samples held out for evaluation."})
+    train_fraction: float = field(default=1.0, metadata={"help": "Share of the training samples to use."})
+
+
+def main(argv: list[str] | None = None) -> dict:
+    """Trains as the command line says; returns the training record that is also written beside the weights."""
+    argv = sys.argv[1:] if argv is None else argv
+    # Before any thread of the pool starts: denormal numbers make the softmax backward 100 times slower on CPUs.
+    torch.set_flush_denormal(True)
+    args, pair, data = parse(argv)
+    return run(args, pair, data, command=["domino", "train", *argv])
+
+
+def parse(argv: list[str]) -> tuple[DominoTrainingArguments, PairArguments, DataArguments]:
+    """The three groups of arguments of a command line."""
+    parser = HfArgumentParser((DominoTrainingArguments, PairArguments, DataArguments), prog="domino train")
+    args, pair, data = parser.parse_args_into_dataclasses(argv)
+    return args, pair, data
+
+
+def run(
+    args: DominoTrainingArguments, pair: PairArguments, data: DataArguments, command: list[str] | None = None
+) -> dict:
+    """Trains, keeps the best checkpoint by acceptance, and exports it to `output_dir` in bf16 with its record.
+
+    A run that was cut off goes on from its last complete checkpoint when it is started again.
+    """
+    started = time.time()
+    trainer, splits = build_trainer(args, pair, data)
+    checkpoint = args.resume_from_checkpoint or last_checkpoint(args.output_dir)
+    if checkpoint:
+        logger.warning("Going on from %s.", checkpoint)
+    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    record = {
+        "command": command,
+        "pair": asdict(pair),
+        "samples": {"train": len(splits[0]), "eval": len(splits[1])},
+        "answer_tokens": sum(len(s.ids) - s.prompt_length for s in splits[0]),
+        "seconds": round(time.time() - started, 1),
+        "threads": torch.get_num_threads(),
+        "best_checkpoint": trainer.state.best_model_checkpoint and Path(trainer.state.best_model_checkpoint).name,
+        "best_acceptance": trainer.state.best_metric,
+        "seed": args.seed,
+        "log_history": trainer.state.log_history,
+    }
+    if args.should_save:
+        export(trainer.accelerator.unwrap_model(trainer.model).drafter, args.output_dir, record)
+    return record
+
+
+def build_trainer(
+    args: DominoTrainingArguments, pair: PairArguments, data: DataArguments
+) -> tuple[DominoTrainer, tuple[list[Sample], list[Sample]]]:
+    """The trainer of a run, and its training and evaluation samples."""
+    target, tokenizer = load_target(pair, bf16=args.bf16, device=args.device)
+    drafter = load_drafter(pair, target, seed=args.seed)
+    samples = read_samples(
+        data.train_data, tokenizer, max_length=args.max_length, vocab_size=drafter.config.vocab_size
+    )
+    train_samples, eval_samples = split_samples(samples, data.eval_samples)
+    if data.train_fraction < 1.0:
+        train_samples = train_samples[: max(1, round(len(train_samples) * data.train_fraction))]
+    scored = rank_tokens(train_samples)[: args.score_vocab] if args.score_vocab else None
+    model = DominoTrainingModel(drafter, target, args, scored)
+    return DominoTrainer(model, args, train_samples, eval_samples), (train_samples, eval_samples)
+
+
+def export(drafter, folder: str | Path, record: dict) -> None:
+    """Writes the drafter in bf16, and the record of its training, for publication."""
+    folder = Path(folder)
+    drafter.to(torch.bfloat16).save_pretrained(folder)
+    (folder / "training.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO)
+    main()
