@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import copy
 import json
+import types
 import warnings
+from pathlib import Path
 
 import pytest
+import transformers
 from conftest import GOLDEN, GOLDEN_NAMES, drafter_config, tiny_drafter, tiny_target
+from huggingface_hub import HfApi, ModelCard
 from transformers import AutoConfig
 
 from modeling_domino import DominoConfig, DominoDraftModel
-from modeling_domino.configuration_domino import DRAFTER_FIELDS, canonical_fields
+from modeling_domino.configuration_domino import DRAFTER_FIELDS, FOREIGN_FEATURES, canonical_fields
 
 
 BACKBONE = {
@@ -219,6 +223,20 @@ def test_absent_rules_take_the_defaults_of_their_source_and_say_so(source, defau
         assert DominoConfig.from_dict(drop(DIALECTS[source], "pure_draft_prefix_len")).shift_label is True
 
 
+def test_speculators_default_block_is_mentioned():
+    with pytest.warns(UserWarning, match="no `block_size`; using speculators' default of 8"):
+        assert DominoConfig.from_dict(drop(DIALECTS["speculators"], "block_size")).block_size == 8
+
+
+def test_a_null_counts_as_absent():
+    raw = {**copy.deepcopy(DIALECTS["official"]), "target_layer_ids": None, "emb_dim": None}
+    assert DominoConfig.from_dict(raw).target_layer_ids == [1, 4]
+
+
+def test_an_unknown_key_is_kept():
+    assert DominoConfig.from_dict(top(training_note="x")).training_note == "x"
+
+
 # ---- refusals
 
 
@@ -289,6 +307,16 @@ def test_refusals_are_one_sentence(case, tmp_path):
         with pytest.raises(ValueError, match=message) as caught:
             read(copy.deepcopy(raw))
         assert is_one_sentence(caught.value), str(caught.value)
+
+
+@pytest.mark.parametrize("key", FOREIGN_FEATURES)
+def test_features_of_other_drafters_are_refused_unless_switched_off(key):
+    neutral = FOREIGN_FEATURES[key]
+    for scope in (top, nested):
+        assert DominoConfig.from_dict(scope(**{key: neutral})).has_head
+        with pytest.raises(ValueError, match=f"`{key}` must be absent or {str(neutral).lower()}, got ") as caught:
+            DominoConfig.from_dict(scope(**{key: 3}))
+        assert is_one_sentence(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -364,6 +392,30 @@ def test_every_way_of_saving_carries_both_forms(raw, tmp_path):
         check_saved(saved, config)
         again = DominoConfig.from_dict(saved)
         assert again.to_dict() == config.to_dict() | {"dtype": again.to_dict().get("dtype")}, way
+
+
+@pytest.mark.parametrize("pushed", ["config", "model"])
+def test_what_is_pushed_carries_both_forms_too(pushed, monkeypatch):
+    """`push_to_hub` up to the commit, which is kept here."""
+    config = DominoConfig.from_dict(copy.deepcopy(DIALECTS["official"]))
+    commits = []
+
+    def commit(*args, operations, **kwargs):
+        commits.append({op.path_in_repo: Path(op.path_or_fileobj).read_bytes() for op in operations})
+
+    def create(*args, **kwargs):
+        return types.SimpleNamespace(repo_id="org/drafter")
+
+    hub = transformers.utils.hub
+    monkeypatch.setattr(hub, "create_and_tag_model_card", lambda *args, **kwargs: ModelCard("# Drafter"))
+    # Up to some release these are functions of the module, later methods of its client.
+    for name, stand_in in (("create_repo", create), ("create_commit", commit)):
+        monkeypatch.setattr(hub, name, stand_in, raising=False)
+        monkeypatch.setattr(HfApi, name, lambda self, *args, stand_in=stand_in, **kwargs: stand_in(*args, **kwargs))
+    (config if pushed == "config" else DominoDraftModel(config)).push_to_hub("org/drafter")
+    (files,) = commits
+    check_saved(json.loads(files["config.json"]), config)
+    assert ("model.safetensors" in files) == (pushed == "model")
 
 
 @pytest.mark.parametrize("raw", [*DIALECTS.values(), DFLASH], ids=[*DIALECTS, "dflash"])

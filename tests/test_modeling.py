@@ -173,6 +173,33 @@ def test_the_dtype_asked_for_is_the_dtype_got(target, stored, asked, tmp_path):
         assert torch.equal(loaded.state_dict()[name], tensor.to(asked)), name
 
 
+LOADS = {
+    "plain": {},
+    "device_map": {"device_map": "cpu"},
+    "dtype auto": {"dtype": "auto"},
+    "config given": {"config": True},
+    "low memory": {"low_cpu_mem_usage": True},
+}
+
+
+@pytest.mark.parametrize("way", LOADS)
+def test_ways_of_loading_give_the_same_model(folder, drafter, way, capfd):
+    kwargs = dict(LOADS[way])
+    if "config" in kwargs:
+        kwargs["config"] = DominoConfig.from_pretrained(folder)
+    loaded = DominoDraftModel.from_pretrained(folder, **kwargs)
+    assert not loaded.training
+    assert torch.equal(run(loaded), run(drafter))
+    # Nothing to explain away: no "newly initialised", no "model of type qwen3".
+    assert "[transformers]" not in capfd.readouterr().err
+
+
+def test_sharded_checkpoints_load(drafter, tmp_path):
+    drafter.save_pretrained(tmp_path, max_shard_size="10KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+    assert torch.equal(run(DominoDraftModel.from_pretrained(tmp_path)), run(drafter))
+
+
 def test_loading_info_on_request(folder):
     model, info = DominoDraftModel.from_pretrained(folder, output_loading_info=True)
     assert isinstance(model, DominoDraftModel)
