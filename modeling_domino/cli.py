@@ -7,6 +7,8 @@ one JSON object. Exit codes: 0 ok (`check`: the pair fits), 1 it does not fit, 2
 from __future__ import annotations
 
 import json
+import math
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -106,6 +108,7 @@ def generate(
     seed: Annotated[int, typer.Option(help="When sampling: random seed.")] = 0,
     rule: Annotated[str | None, typer.Option(help="Accept rule: greedy, match or speculative.")] = None,
     verify_width: Annotated[int | None, typer.Option(min=1, help="Most drafts to verify per round.")] = None,
+    tree: Annotated[int | None, typer.Option(min=1, help="Draft a tree of so many nodes, not a chain.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, or auto: float32 on a CPU.")] = "auto",
     device: Annotated[str, typer.Option(help="cpu, cuda, ..., or auto.")] = "auto",
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without a chat template.")] = False,
@@ -125,7 +128,7 @@ def generate(
             pair,
             prompt,
             options,
-            extras={"rule": rule, "verify_width": verify_width},
+            extras={"rule": rule, "verify_width": verify_width, "tree": tree},
             seed=seed,
             raw=raw,
             rounds=rounds,
@@ -143,6 +146,7 @@ def check(
 ) -> None:
     """Say whether a drafter fits a target, and why not; reads no weights but those of a drafter in a folder."""
     with one_sentence_errors():
+        require_folders(target, drafter)
         target_config = AutoConfig.from_pretrained(target, trust_remote_code=trust_remote_code)
         try:
             drafter_config = DominoConfig.from_pretrained(drafter)
@@ -164,6 +168,7 @@ def info(
 ) -> None:
     """Say what a drafter is: stored, borrowed and head parameters; reads its config only."""
     with one_sentence_errors():
+        require_folders(repo)
         facts = drafter_facts(repo)
     for name, value in facts.items():
         shown = f"{value:,}" if name.endswith("_parameters") else value
@@ -226,6 +231,7 @@ def load_pair(
     """Loads a pair; a part that is not named is the default one's."""
     if target is not None and drafter is None:
         raise ValueError(f"The target {target} needs a drafter that was trained for it: name one with --drafter.")
+    require_folders(target, drafter)
     weights = {}
     if drafter is None:
         draft_model, trained, _ = load_default_drafter()
@@ -249,6 +255,13 @@ def load_pair(
 def folder_of(name: str) -> Path:
     """The folder behind a folder's name or a Hub id that has been loaded."""
     return Path(name) if Path(name).is_dir() else Path(cached_file(name, "config.json")).parent
+
+
+def require_folders(*names: str | None) -> None:
+    """Refuses what looks like a folder and is none; the Hub client would call it a malformed id."""
+    for name in names:
+        if name is not None and name.startswith((".", "~", os.sep)) and not Path(name).is_dir():
+            raise ValueError(f"There is no folder {name}.")
 
 
 def resolve_device(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:
@@ -295,7 +308,8 @@ def compare(
         "identical": difference is None if compared else None,
         "first_difference": difference,
         "tau": round(run.tau, 4),
-        "tau_cap": most_tokens_per_round(run),
+        # The drafts of a round, one after the other, and the target's own token.
+        "tau_cap": min(pair.drafter.config.num_draft_tokens, (extras or {}).get("verify_width") or math.inf) + 1,
         "new_tokens": run.new_tokens,
         "rounds": len(run.rounds),
         "plain_tokens_per_second": round(len(plain_ids) / plain_seconds, 2),
@@ -304,6 +318,7 @@ def compare(
         "target": run.target,
         "drafter": run.drafter,
         "trained": pair.trained,
+        "kind": run.kind,
         "rule": run.rule,
         "temperature": run.temperature,
     }
@@ -388,11 +403,6 @@ def first_difference(target, prompt_ids: torch.Tensor, plain: list[int], other: 
     with torch.no_grad():
         logits = target(input_ids=ids).logits[0, -1].float()
     return {"position": position, "logit_gap": round((logits[plain[position]] - logits[other[position]]).item(), 4)}
-
-
-def most_tokens_per_round(run: Run) -> int:
-    """The cap of tau: drafts of a full round and the target's own token."""
-    return max((len(step.draft_ids) for step in run.rounds), default=0) + 1
 
 
 def model_name(model) -> str:

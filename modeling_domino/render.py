@@ -37,26 +37,28 @@ class Mark:
 def classify_round(record: Mapping[str, Any]) -> list[Mark]:
     """What each token of a round is, in the order of the text: drafts up to the miss, own token, unused drafts.
 
+    In a tree the accepted drafts are those of the accepted path, and the miss is the first child of its end.
+
     Args:
         record (`Mapping`): one entry of `rounds` in a trace; `base_ids` may be absent or `None`.
-
-    Raises:
-        ValueError: if the round drafted a tree, whose accepted path is no prefix of its drafts.
     """
-    if record.get("parents") is not None:
-        raise ValueError("Only chains can be classified so far, got a round with `parents` (a tree).")
-    drafts, accepted = record["draft_ids"], record["accepted"]
+    drafts = record["draft_ids"]
     base_ids = record.get("base_ids") or drafts
-    marks = []
-    for i, (token, base) in enumerate(zip(drafts, base_ids)):
-        base_id = None if base == token else base
-        if i < accepted:
-            marks.append(Mark("accepted" if base_id is None else "head", token, base_id))
-        else:
-            marks.append(Mark("missed" if i == accepted else "unused", token, base_id))
-    # The own token stands where the text continues: in place of the miss, or behind the block.
-    marks.insert(min(accepted + 1, len(marks)), Mark("own", record["own_id"]))
-    return marks
+    parents = record.get("parents")
+    if parents is None:
+        path, miss = range(record["accepted"]), record["accepted"]
+    else:
+        path = record["path"]
+        end = path[-1] if path else -1
+        miss = parents.index(end) if end in parents else len(drafts)
+
+    def mark(kind: Kind, i: int) -> Mark:
+        return Mark(kind, drafts[i], None if base_ids[i] == drafts[i] else base_ids[i])
+
+    accepted = [mark("accepted" if base_ids[i] == drafts[i] else "head", i) for i in path]
+    missed = [mark("missed", miss)] if miss < len(drafts) else []
+    unused = [mark("unused", i) for i in range(len(drafts)) if i not in path and i != miss]
+    return [*accepted, *missed, Mark("own", record["own_id"]), *unused]
 
 
 class Look(NamedTuple):

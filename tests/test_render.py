@@ -72,9 +72,22 @@ def test_without_base_ids_nothing_is_credited_to_the_head():
     assert [mark.kind for mark in classify_round(record)] == ["accepted", "accepted", "own"]
 
 
-def test_a_tree_is_refused():
-    with pytest.raises(ValueError, match="tree"):
-        classify_round({**round_record([1, 2], 1, 10), "parents": [-1, 0]})
+def test_a_tree_follows_the_accepted_path():
+    # Nodes 0 and 1 hang on the anchor, 2 and 3 on node 1, 4 on node 3.
+    tree = {**round_record([1, 2, 3, 4, 1], 1, 10), "parents": [-1, -1, 1, 1, 3]}
+    marks = classify_round({**tree, "path": [1]})
+    assert [(mark.kind, mark.token_id) for mark in marks] == [
+        ("accepted", 2),
+        ("missed", 3),
+        ("own", 10),
+        ("unused", 1),
+        ("unused", 4),
+        ("unused", 1),
+    ]
+    whole = classify_round({**tree, "accepted": 3, "path": [1, 3, 4]})
+    assert [mark.kind for mark in whole] == ["accepted"] * 3 + ["own"] + ["unused"] * 2
+    none = classify_round({**tree, "accepted": 0, "path": []})
+    assert [mark.kind for mark in none] == ["missed", "own"] + ["unused"] * 4
 
 
 def test_the_text_is_the_kept_text_with_brackets_where_styles_do_not_show():
