@@ -205,6 +205,15 @@ def _read_head(fields: dict[str, Any], source: str) -> None:
         fields.update({key: defaults[key] for key in absent})
 
 
+def how_to_use(target_model: str | None) -> str:
+    """What to tell someone who asks a drafter to write."""
+    return (
+        "This is a drafter, not a language model: load its target and call "
+        f'`AutoModelForCausalLM.from_pretrained("{target_model or "<target id>"}")'
+        ".generate(**inputs, assistant_model=drafter)`."
+    )
+
+
 @strict
 class DominoConfig(Qwen3Config):
     r"""Configuration of a [`DominoDraftModel`].
@@ -294,8 +303,13 @@ class DominoConfig(Qwen3Config):
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):
+        in_pipeline = kwargs.get("_from_pipeline") is not None
         raw, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
-        return canonical_fields(raw), kwargs
+        fields = canonical_fields(raw)
+        if in_pipeline:
+            # Here, because a pipeline buries what the model itself raises while loading under its own traces.
+            raise ValueError(how_to_use(fields.get("target_model")))
+        return fields, kwargs
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs):

@@ -30,12 +30,20 @@ from transformers.models.qwen3.modeling_qwen3 import (
     rotate_half,
 )
 
+# Every sibling is imported here: releases before 5.19 copy from a local folder only what the entry file names itself.
 from .cache_domino import DominoCache
-from .configuration_domino import DominoConfig
+from .configuration_domino import DominoConfig, how_to_use
+from .drafting_domino import draft_chain  # noqa: F401
 from .generation_domino import spec_generate
 from .head_domino import DominoHead
+from .loop_domino import DecodeLoop  # noqa: F401
+from .ops_domino import gru_step  # noqa: F401
 from .plug_domino import Attachment, candidate_generator, install_plug, run_assisted
 from .record_domino import Run, get_last_run
+from .taps_domino import TargetTaps  # noqa: F401
+from .target_domino import TargetView  # noqa: F401
+from .tree_domino import DraftTree  # noqa: F401
+from .verification_domino import accept_match  # noqa: F401
 
 
 logger = logging.getLogger(__name__)
@@ -76,15 +84,6 @@ def require_tensors(source, missing: list[str], unexpected: list[str], misshaped
                 f"{f' and {len(keys) - 4} more' if len(keys) > 4 else ''}; the drafter would draft nonsense, so it is not "
                 "loaded: check that config and weights belong together."
             )
-
-
-def how_to_use(config: DominoConfig | None) -> str:
-    """What to tell someone who asks a drafter to write."""
-    target = (config.target_model if config is not None else None) or "<target id>"
-    return (
-        "This is a drafter, not a language model: load its target and call "
-        f'`AutoModelForCausalLM.from_pretrained("{target}").generate(**inputs, assistant_model=drafter)`.'
-    )
 
 
 class DominoRotaryEmbedding(Qwen3RotaryEmbedding):
@@ -387,7 +386,7 @@ class DominoDraftModel(DominoPreTrainedModel):
         Raises:
             TypeError: always, with the call that works.
         """
-        raise TypeError(how_to_use(self.config))
+        raise TypeError(how_to_use(self.config.target_model))
 
     # The protocol that the plug looks for.
     def _domino_assisted_decoding(self, original, target, *args, **kwargs):
@@ -397,13 +396,6 @@ class DominoDraftModel(DominoPreTrainedModel):
         return candidate_generator()
 
 
-class DrafterInPipelineError(Exception):
-    """A pipeline was asked for a drafter's own text.
-
-    No subclass of what pipelines catch while loading: they would bury the sentence under thousands of characters.
-    """
-
-
 class DominoForCausalLM(DominoDraftModel):
     """What `AutoModelForCausalLM` loads from a drafter repo: the drafter, whose `generate` says how to use it."""
 
@@ -411,17 +403,6 @@ class DominoForCausalLM(DominoDraftModel):
     def can_generate(cls) -> bool:
         """True, so that a pipeline around it comes as far as `generate`."""
         return True
-
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
-        """Loads the drafter.
-
-        Raises:
-            DrafterInPipelineError: if `pipeline` does the loading, with the call that works.
-        """
-        if kwargs.get("_from_pipeline") is not None:
-            raise DrafterInPipelineError(how_to_use(kwargs.get("config")))
-        return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
 
 
 DominoConfig.register_for_auto_class()
