@@ -15,7 +15,7 @@ from modeling_domino import DominoConfig
 from modeling_domino.cache_domino import DominoCache
 from modeling_domino.drafting_domino import draft_chain
 from modeling_domino.head_domino import DominoHead
-from modeling_domino.ops_domino import gru_step, low_rank_correction
+from modeling_domino.ops_domino import gru_step, low_rank_correction, low_rank_features
 from modeling_domino.record_domino import StageClock
 
 
@@ -259,8 +259,20 @@ def test_low_rank_correction_is_the_projection_over_both_inputs(bias):
     hidden, state = pattern(BATCH, 3, HIDDEN), pattern(BATCH, 3, WIDTH, offset=40)
     first, _, last = projection
     with torch.no_grad():
-        delta = low_rank_correction(hidden, state, first.weight, last.weight, first.bias, last.bias)
+        features = low_rank_features(hidden, state, first.weight, first.bias)
+        delta = low_rank_correction(features, last.weight, last.bias)
         torch.testing.assert_close(delta, projection(torch.cat([hidden, state], dim=-1)))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_candidates_are_corrected_as_in_the_whole_vocabulary(bias):
+    head = tiny_head(correction_bias=bias)
+    base, hidden, state = pattern(BATCH, 3, VOCAB), pattern(BATCH, 3, HIDDEN), pattern(BATCH, 3, WIDTH, offset=40)
+    candidates = torch.tensor([7, 0, 10])
+    with torch.no_grad():
+        whole = head.correct(base, hidden, state)
+        some = head.correct(base[..., candidates], hidden, state, candidates)
+    torch.testing.assert_close(some, whole[..., candidates])
 
 
 def test_the_state_starts_at_zero_in_the_heads_dtype():
