@@ -294,6 +294,9 @@ class DominoCandidateGenerator(CandidateGenerator):
                 return end - 1 - length
         return candidates.shape[1] - length
 
+    def update_candidate_strategy(self, input_ids, scores, num_matches) -> None:
+        """Nothing to adapt: the width of a block is fixed. Early releases call this and have no default."""
+
     def finish(self, sequences: torch.Tensor) -> None:
         """Turns the recorded rounds into the run, once the whole text is known."""
         self.clock.mark("verify")
