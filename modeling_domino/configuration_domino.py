@@ -259,6 +259,10 @@ class DominoConfig(Qwen3Config):
             )
         kwargs.pop("auto_map", None)
         super().__post_init__(**kwargs)
+        self.check()
+
+    def check(self) -> None:
+        """Checks the fields against each other; the model asks again, as `from_pretrained(..., block_size=8)` sets late."""
         self._check_block()
         self._check_taps()
         self._check_head()

@@ -232,7 +232,7 @@ class DominoPreTrainedModel(PreTrainedModel):
                 pretrained_model_name_or_path,
                 ", ".join(borrowed),
             )
-        misshaped = sorted(str(key) for key in info["mismatched_keys"])
+        misshaped = sorted(f"{name} {[*stored]} for {[*ours]}" for name, stored, ours in info["mismatched_keys"])
         require_tensors(pretrained_model_name_or_path, missing, unexpected, misshaped)
         model.check_dtype()
         return (model, info) if output_loading_info else model
@@ -259,6 +259,7 @@ class DominoDraftModel(DominoPreTrainedModel):
     """
 
     def __init__(self, config: DominoConfig):
+        config.check()
         super().__init__(config)
         self.layers = nn.ModuleList([DominoDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
         self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
