@@ -106,7 +106,7 @@ def generate(
     top_k: Annotated[int, typer.Option(min=0, help="When sampling: most likely tokens to keep; 0 keeps all.")] = 0,
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="When sampling: probability mass to keep.")] = 1.0,
     seed: Annotated[int, typer.Option(help="When sampling: random seed.")] = 0,
-    rule: Annotated[str | None, typer.Option(help="Accept rule: greedy, match or speculative.")] = None,
+    rule: Annotated[str | None, typer.Option(help="Accept rule: greedy, match, speculative or block.")] = None,
     verify_width: Annotated[int | None, typer.Option(min=1, help="Most drafts to verify per round.")] = None,
     tree: Annotated[int | None, typer.Option(min=1, help="Draft a tree of so many nodes, not a chain.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, or auto: float32 on a CPU.")] = "auto",

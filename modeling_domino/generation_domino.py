@@ -19,7 +19,7 @@ from .target_domino import TargetView, check_tree_target
 from .tree_domino import TreeShape
 
 
-RULES = ("greedy", "match", "speculative")
+RULES = ("greedy", "match", "speculative", "block")
 
 
 def stream(
@@ -39,8 +39,8 @@ def stream(
         target (`PreTrainedModel`): the model whose text is written.
         drafter (`DominoDraftModel`): proposes the drafts.
         input_ids: the prompt, `[1, S]`.
-        rule (`str`, *optional*): "greedy" at temperature 0. When sampling, "speculative" (the default for chains) or
-            "match" (the default for trees, and their only one).
+        rule (`str`, *optional*): "greedy" at temperature 0. When sampling, "block" (the default for chains),
+            "speculative" or "match" (the default for trees, and their only one).
         verify_width (`int`, *optional*): most drafts to verify per round; by default all of a block.
         tree (`TreeShape` or `int`, *optional*): draft a tree of that shape, or of so many nodes, instead of a chain.
         streamer (`BaseStreamer`, *optional*): gets the prompt, then the tokens of each step.
@@ -157,17 +157,22 @@ def _open_stream(
         processors=logits_processor or None,
         criteria=stopping_criteria,
         generation_config=generation_config,
-        rule=resolve_rule(rule, generation_config.do_sample, tree=tree is not None),
+        rule=resolve_rule(
+            rule,
+            generation_config.do_sample,
+            sampled="block" if tree is None else "match",
+            tree=tree is not None,
+        ),
         width=resolve_width(verify_width, drafter.config),
         tree=tree,
     )
     return loop.steps(step_streamer)
 
 
-def resolve_rule(rule: str | None, do_sample: bool, *, tree: bool = False) -> str:
-    """The accept rule of a run: the asked one if it suits; by default "greedy", "speculative", or "match" for trees."""
+def resolve_rule(rule: str | None, do_sample: bool, *, sampled: str, tree: bool = False) -> str:
+    """The accept rule of a run: the asked one if it suits; by default "greedy", or `sampled` when sampling."""
     if rule is None:
-        return "greedy" if not do_sample else "match" if tree else "speculative"
+        return sampled if do_sample else "greedy"
     if rule not in RULES:
         raise ValueError(f"`rule` must be one of {', '.join(RULES)}, got {rule!r}.")
     if (rule == "greedy") == do_sample:
@@ -175,9 +180,9 @@ def resolve_rule(rule: str | None, do_sample: bool, *, tree: bool = False) -> st
             f"`rule={rule!r}` needs {'do_sample=False' if rule == 'greedy' else 'do_sample=True'}, got "
             f"do_sample={do_sample}."
         )
-    if tree and rule == "speculative":
+    if tree and rule in ("speculative", "block"):
         raise ValueError(
-            "Trees are verified by `rule='match'` (no lossless rule keeps more of a fixed tree), got 'speculative'."
+            f"Trees are verified by `rule='match'` (no lossless rule keeps more of a fixed tree), got {rule!r}."
         )
     return rule
 

@@ -32,8 +32,11 @@ from .record_domino import Run, StageClock, Step, set_last_run
 from .taps_domino import TargetTaps
 from .target_domino import TargetView
 from .tree_domino import TreeMask, TreeShape
-from .verification_domino import accept_match, accept_speculative, accept_tree, sample_rows
+from .verification_domino import accept_block, accept_match, accept_speculative, accept_tree, sample_rows
 
+
+# The rules that weigh a draft's law against the target's, and so need drafts that were sampled.
+SAMPLED_DRAFTS = {"speculative": accept_speculative, "block": accept_block}
 
 # Processors that look at the scores alone, so that all rows of a tree go through them at once.
 SCORE_ONLY_PROCESSORS = (
@@ -167,7 +170,7 @@ class DecodeLoop:
                 num_drafts=num_drafts,
                 processors=self.processors,
                 # Under "match" the likeliest draft is the best one at every temperature.
-                do_sample=self.rule == "speculative",
+                do_sample=self.rule in SAMPLED_DRAFTS,
             )
         start = self.length - 1
         self.ids[:, self.length : self.length + num_drafts] = chain.ids
@@ -175,8 +178,9 @@ class DecodeLoop:
         outputs = self._forward(verify_ids, start, num_logits=num_drafts + 1)
         logits = self._process(outputs.logits[:, -num_drafts - 1 :], self.ids[:, : self.length + num_drafts])
         draft_ids = verify_ids[:, 1:]
-        if self.rule == "speculative" and num_drafts > 0:
-            accepted, own = accept_speculative(draft_ids, chain.logits.to(logits.device), logits)
+        if self.rule in SAMPLED_DRAFTS and num_drafts > 0:
+            accept = SAMPLED_DRAFTS[self.rule]
+            accepted, own = accept(draft_ids, chain.logits.to(logits.device), logits)
         else:
             accepted, own = accept_match(draft_ids, self._pick(logits).to(draft_ids.device))
         accepted, own, *drafts = torch.cat([accepted, own, draft_ids[0]]).tolist()

@@ -209,7 +209,7 @@ class DominoCandidateGenerator(CandidateGenerator):
         # Drafts that a stop string or a criterion of the user's own ends are taken back for what they are, which only
         # "match" allows; the other criteria do not look at the drafts.
         by_content = any(not isinstance(criterion, CONTENT_FREE) for criterion in stopping_criteria)
-        self.rule = resolve_rule("match" if self.do_sample and by_content else None, self.do_sample)
+        self.rule = resolve_rule(None, self.do_sample, sampled="match" if by_content else "speculative")
         stop_ids = getattr(generation_config, "_eos_token_tensor", None)
         if self.rule == "speculative" and stop_ids is not None:
             self.processors = LogitsProcessorList([_WithoutStops(logits_processor, stop_ids.flatten())])

@@ -87,7 +87,7 @@ class Run:
         head: "domino", "off" (a Domino head that was bypassed) or "none" (DFlash, no correction head).
         kind: "chain" or "tree".
         path: "loop" (ours) or "stock" (transformers' assisted decoding).
-        rule: the accept rule, "greedy", "match" or "speculative".
+        rule: the accept rule, "greedy", "match", "speculative" or "block".
     """
 
     target: str

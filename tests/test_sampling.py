@@ -20,6 +20,7 @@ Z_LIMIT = 4.8
 PATHS = {
     "stock": lambda target, drafter, ids, **kwargs: target.generate(ids, assistant_model=drafter, **kwargs),
     "speculative": lambda target, drafter, ids, **kwargs: loop(target, drafter, ids, rule="speculative", **kwargs),
+    "block": lambda target, drafter, ids, **kwargs: loop(target, drafter, ids, rule="block", **kwargs),
     "match": lambda target, drafter, ids, **kwargs: loop(target, drafter, ids, rule="match", **kwargs),
 }
 ALL = pytest.mark.parametrize("path", PATHS)

@@ -21,7 +21,7 @@ from modeling_domino.cache_domino import DominoCache
 from modeling_domino.drafting_domino import draft_chain
 from modeling_domino.record_domino import StageClock
 from modeling_domino.target_domino import TargetView
-from modeling_domino.verification_domino import accept_match, accept_speculative, sample_rows
+from modeling_domino.verification_domino import accept_block, accept_match, accept_speculative, sample_rows
 
 
 SHAPES = [(2, 1), (3, 3), (4, 2), (5, 3), (8, 2), (8, 3)]
@@ -164,6 +164,82 @@ def test_speculative_law(vocab_size, num_drafts, processors, monkeypatch):
         assert sum(weight for _, weight in outcomes) == pytest.approx(1.0, abs=TOLERANCE)
         law = completed_law(target, num_drafts + 1, outcomes)
         assert (law - target.law(sequences(vocab_size, num_drafts + 1))).abs().max() < TOLERANCE
+
+
+def block_thresholds(p: torch.Tensor, q: torch.Tensor, ids: list[int]) -> list[float]:
+    """The rule's acceptance thresholds for one chain, straight from the paper's definition.
+
+    `p` and `q` are the laws behind each prefix of `ids`, `[n + 1, V]` and `[n, V]`.
+    """
+    thresholds, weight = [], 1.0
+    for i, token in enumerate(ids):
+        weight = min(1.0, weight * (p[i, token] / q[i, token]).item())
+        if i + 1 == len(ids):
+            thresholds.append(weight)
+        else:
+            mass = sum(max(0.0, weight * a - b) for a, b in zip(p[i + 1].tolist(), q[i + 1].tolist()))
+            thresholds.append(mass / (mass + 1 - weight) if mass + 1 - weight > 0 else 0.0)
+    return thresholds
+
+
+def block_outcomes(monkeypatch, draft: Model, target: Model, num_drafts: int):
+    """Every draft, every pattern of the uniform numbers and every own token, with its exact weight."""
+    ids = sequences(target.vocab_size, num_drafts)
+    draft_law = draft.law(ids)
+    ids, draft_law = ids[draft_law > 0], draft_law[draft_law > 0]
+    p, q = target.logits(ids), draft.logits(ids)[:, :num_drafts]
+    thresholds = torch.tensor(
+        [block_thresholds(*rows, row_ids) for *rows, row_ids in zip(p.softmax(-1), q.softmax(-1), ids.tolist())],
+        dtype=torch.float64,
+    )
+    tokens, weights = [], []
+    for pattern in itertools.product([True, False], repeat=num_drafts):
+        passed = torch.tensor(pattern)
+        uniform = torch.where(passed, thresholds / 2, (1 + thresholds) / 2)
+        weight = draft_law * torch.where(passed, thresholds, 1 - thresholds).prod(dim=1)
+        laws = []
+
+        def remember(law, num_samples, generator=None, laws=laws):
+            laws.append(law / law.sum(dim=-1, keepdim=True))
+            return torch.zeros(law.shape[0], 1, dtype=torch.long)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "rand", lambda *args, u=uniform, **kwargs: u)
+            patch.setattr(torch, "multinomial", remember)
+            accepted, _ = accept_block(ids, q, p)
+        for row, (row_ids, kept) in enumerate(zip(ids.tolist(), accepted.tolist())):
+            # Below it, a threshold of one or of nothing that is off by rounding.
+            if weight[row] > TOLERANCE / 100:
+                assert kept == max((i + 1 for i, keep in enumerate(pattern) if keep), default=0)
+                for own in range(target.vocab_size):
+                    tokens.append([*row_ids[:kept], own])
+                    weights.append((weight[row] * laws[0][row, own]).item())
+    return merge(tokens, weights)
+
+
+@pytest.mark.parametrize("processors", PROCESSORS)
+@pytest.mark.parametrize("vocab_size, num_drafts", SHAPES[:-1])
+def test_block_law(vocab_size, num_drafts, processors, monkeypatch):
+    target = Model(vocab_size, num_drafts + 1, seed=1, processors=PROCESSORS[processors])
+    for draft_processors in ((), PROCESSORS[processors]):
+        draft = Model(vocab_size, num_drafts, seed=2, processors=draft_processors)
+        outcomes = block_outcomes(monkeypatch, draft, target, num_drafts)
+        assert sum(weight for _, weight in outcomes) == pytest.approx(1.0, abs=TOLERANCE)
+        law = completed_law(target, num_drafts + 1, outcomes)
+        assert (law - target.law(sequences(vocab_size, num_drafts + 1))).abs().max() < TOLERANCE
+        # The paper's theorem 2: no less is accepted than by the rule that looks at one token at a time.
+        token_wise = speculative_outcomes(monkeypatch, draft, target, num_drafts)
+        lengths = [sum(len(ids) * weight for ids, weight in law) for law in (outcomes, token_wise)]
+        assert lengths[0] >= lengths[1] - TOLERANCE
+
+
+def test_block_of_no_drafts_and_of_equal_laws():
+    logits = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(0))
+    ids = logits[:, :3].argmax(dim=-1)
+    accepted, _ = accept_block(ids, logits[:, :3].clone(), logits)
+    assert accepted.tolist() == [3, 3]
+    accepted, own = accept_block(ids[:, :0], logits[:, :0], logits[:, :1])
+    assert accepted.tolist() == [0, 0] and own.shape == (2,)
 
 
 @pytest.mark.parametrize("processors", PROCESSORS)
@@ -310,4 +386,4 @@ def test_drafted_law(processors, with_head, monkeypatch):
 def test_no_rule_is_lossy():
     """What the module offers is what is enumerated above."""
     rules = {name for name in vars(verification_domino) if name.startswith("accept_")}
-    assert {"accept_match", "accept_speculative"} <= rules
+    assert rules == {"accept_match", "accept_speculative", "accept_block", "accept_tree"}
