@@ -68,6 +68,8 @@ class DominoTrainingArguments(TrainingArguments):
     remove_unused_columns: bool = field(default=False)
     # A loss that is not a number ends the run (see the trainer); hiding it would train on.
     logging_nan_inf_filter: bool = field(default=False)
+    # Every trained parameter is in the graph at every lambda, so DDP need not search for unused ones.
+    ddp_find_unused_parameters: bool | None = field(default=False)
 
     max_length: int = field(default=3072, metadata={"help": "Longest sequence in tokens."})
     max_anchors: int | None = field(default=None, metadata={"help": "Most blocks per sequence and visit."})

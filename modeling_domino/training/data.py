@@ -142,6 +142,18 @@ def split_samples(samples: list[Sample], num_eval: int) -> tuple[list[Sample], l
     return [s for s in samples if s.id not in held_out], [s for s in samples if s.id in held_out]
 
 
+def limit_sources(samples: list[Sample], most: int) -> list[Sample]:
+    """At most `most` samples of each source, the part of an id before the slash; which ones depends on the ids alone."""
+    taken: Counter[str] = Counter()
+    kept = set()
+    for sample in sorted(samples, key=lambda sample: _seed_of("source", sample.id)):
+        source = sample.id.split("/")[0]
+        taken[source] += 1
+        if taken[source] <= most:
+            kept.add(sample.id)
+    return [sample for sample in samples if sample.id in kept]
+
+
 def rank_tokens(samples: list[Sample]) -> list[int]:
     """Token ids by falling frequency in the answers."""
     counts: Counter[int] = Counter()
@@ -171,27 +183,47 @@ class BlockDataset(torch.utils.data.Dataset):
         self.decay = torch.exp(-torch.arange(num_drafts) / gamma)
         self.max_anchors = max_anchors
         self.seed = seed
-        self.epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Called by the data loader at the start of an epoch."""
-        self.epoch = epoch
 
     def __len__(self) -> int:
         return len(self.samples)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, key: int | tuple[int, int]) -> dict[str, Any]:
+        """A sample by its index (in epoch 0), or by (epoch, index) as [`EpochSampler`] gives them."""
+        epoch, index = key if isinstance(key, tuple) else (0, key)
         sample = self.samples[index]
-        anchors = self._draw(sample)
+        anchors = self._draw(sample, epoch)
         return {"input_ids": sample.ids, **label_blocks(sample.ids, anchors, self.decay)}
 
-    def _draw(self, sample: Sample) -> torch.Tensor:
+    def _draw(self, sample: Sample, epoch: int) -> torch.Tensor:
         first = sample.prompt_length
         if self.max_anchors is None or sample.num_anchors <= self.max_anchors:
             return torch.arange(first, first + sample.num_anchors)
-        generator = torch.Generator().manual_seed(_seed_of(self.seed, self.epoch, sample.id))
+        generator = torch.Generator().manual_seed(_seed_of(self.seed, epoch, sample.id))
         picked = torch.randperm(sample.num_anchors, generator=generator)[: self.max_anchors]
         return first + picked.sort().values
+
+
+class EpochSampler(torch.utils.data.Sampler):
+    """The order of an epoch, a function of (seed, epoch), as keys (epoch, index) of a [`BlockDataset`].
+
+    The epoch travels in the key, so a resumed run and a worker of the data loader cannot hold a stale one.
+
+    Attributes:
+        epoch (`int`): set by the trainer before it iterates.
+    """
+
+    def __init__(self, size: int, seed: int):
+        self.size = size
+        self.seed = seed
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        generator = torch.Generator().manual_seed(_seed_of("order", self.seed, self.epoch))
+        for index in torch.randperm(self.size, generator=generator).tolist():
+            yield self.epoch, index
 
 
 def label_blocks(ids: torch.Tensor, anchors: torch.Tensor, decay: torch.Tensor) -> dict[str, torch.Tensor]:

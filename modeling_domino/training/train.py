@@ -16,7 +16,7 @@ import torch
 from transformers import HfArgumentParser
 
 from .config import DominoTrainingArguments
-from .data import Sample, rank_tokens, read_samples, split_samples
+from .data import Sample, limit_sources, rank_tokens, read_samples, split_samples
 from .model import DominoTrainingModel
 from .pair import PairArguments, load_drafter, load_target
 from .trainer import DominoTrainer, last_checkpoint
@@ -33,11 +33,13 @@ class DataArguments:
         train_data: JSONL files of the target's answers (see data.py).
         eval_samples (`int`): samples held out of them for evaluation; which ones depends on their ids alone.
         train_fraction (`float`): share of the training samples to use (scaling studies).
+        max_per_source (`int`, *optional*): most training samples of one source, the part of an id before the slash.
     """
 
     train_data: list[str] = field(metadata={"help": "JSONL(.gz) files of the target's answers."})
     eval_samples: int = field(default=64, metadata={"help": "Samples held out for evaluation."})
     train_fraction: float = field(default=1.0, metadata={"help": "Share of the training samples to use."})
+    max_per_source: int | None = field(default=None, metadata={"help": "Most training samples of one source."})
 
 
 def main(argv: list[str] | None = None) -> dict:
@@ -96,6 +98,8 @@ def build_trainer(
         data.train_data, tokenizer, max_length=args.max_length, vocab_size=drafter.config.vocab_size
     )
     train_samples, eval_samples = split_samples(samples, data.eval_samples)
+    if data.max_per_source:
+        train_samples = limit_sources(train_samples, data.max_per_source)
     if data.train_fraction < 1.0:
         train_samples = train_samples[: max(1, round(len(train_samples) * data.train_fraction))]
     scored = rank_tokens(train_samples)[: args.score_vocab] if args.score_vocab else None

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .config import DominoTrainingArguments
-from .data import BlockDataset, Sample, collate_blocks
+from .data import BlockDataset, EpochSampler, Sample, collate_blocks
 from .evaluate import measure_tau, prompts_of, summarise
 from .losses import Curriculum
 from .model import STATS, DominoTrainingModel
@@ -50,6 +50,7 @@ class DominoTrainer(Trainer):
         evaluation = None
         if eval_samples:
             evaluation = BlockDataset(eval_samples, max_anchors=args.eval_anchors, seed=0, **shape)
+        self._sampler = EpochSampler(len(train_samples), args.seed)
         super().__init__(
             model=model,
             args=args,
@@ -58,11 +59,15 @@ class DominoTrainer(Trainer):
             data_collator=collate_blocks,
             **kwargs,
         )
+        self.add_callback(_SetEpoch(self._sampler))
         self.curriculum = Curriculum.parse(args.lambda_schedule)
         self.eval_samples = eval_samples or []
         # Makes every release hand `num_items_in_batch` on and leave the division to `compute_loss`.
         self.model_accepts_loss_kwargs = True
         self._stats = torch.zeros(len(STATS), config.num_draft_tokens, dtype=torch.float64)
+
+    def _get_train_sampler(self, train_dataset=None):
+        return self._sampler
 
     @property
     def _drafter(self):
@@ -105,7 +110,7 @@ class DominoTrainer(Trainer):
     def log(self, logs, start_time=None):
         """Adds lambda and the block statistics since the last log to the training logs."""
         if "loss" in logs:
-            logs["lambda"] = self.current_lambda()
+            logs["lambda"] = self.accelerator.unwrap_model(self.model).lam
             if self._stats[0, 0] > 0:
                 logs.update({f"train_{key}": value for key, value in summarise(self._stats).items()})
             self._stats.zero_()
@@ -167,6 +172,16 @@ class DominoTrainer(Trainer):
     def _last_checkpoint_name(self) -> str:
         checkpoint = last_checkpoint(self.args.output_dir)
         return str(checkpoint) if checkpoint else "the start (no checkpoint yet)"
+
+
+class _SetEpoch(TrainerCallback):
+    """Tells the sampler the epoch; accelerate does not reach it behind the batches that a resumed run skips."""
+
+    def __init__(self, sampler: EpochSampler):
+        self._sampler = sampler
+
+    def on_epoch_begin(self, args, state, control, **kwargs):
+        self._sampler.epoch = int(state.epoch)
 
 
 def mark_complete(folder: Path) -> None:
