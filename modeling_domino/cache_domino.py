@@ -59,6 +59,17 @@ class DominoCache:
             raise ValueError(f"`num_rows` must lie in 0..{self._length} (the rows held), got {num_rows}.")
         self._length -= num_rows
 
+    def select_sequences(self, rows: torch.Tensor) -> None:
+        """Keeps these sequences of the batch."""
+        for states in (self._keys, self._values):
+            states[:] = [buffer[rows.to(buffer.device)] for buffer in states]
+
+    def gather(self, order: torch.Tensor) -> None:
+        """Keeps the context rows `order` `[B, S]` of each sequence, in that order."""
+        for states in (self._keys, self._values):
+            states[:] = [_gather(buffer, order) for buffer in states]
+        self._length = order.shape[1]
+
     def _write(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> int:
         end = self._length + keys.shape[2]
         if layer_idx == len(self._keys):
@@ -77,6 +88,12 @@ def _grown(buffer: torch.Tensor, length: int, needed: int) -> torch.Tensor:
     grown = buffer.new_empty(batch, heads, max(2 * capacity, needed + 256), head_dim)
     grown[:, :, :length] = buffer[:, :, :length]
     return grown
+
+
+def _gather(states: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """Rows `order` `[B, m]` of keys or values `[B, heads, n, head_dim]`."""
+    index = order.to(states.device)[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3])
+    return states.gather(2, index)
 
 
 def cache_keyword(target: torch.nn.Module) -> str:
@@ -118,6 +135,12 @@ def keep_rows(cache: Any, num_rows: int, rows: torch.Tensor) -> None:
             kept = states.index_select(2, rows.to(states.device) + start)
             states[:, :, start : start + rows.shape[0]] = kept
     drop_last(cache, num_rows - rows.shape[0])
+
+
+def compact(cache: Any, order: torch.Tensor) -> None:
+    """Keeps the rows `order` `[B, m]` of each sequence in the target's cache, in that order."""
+    for layer in cache.layers:
+        layer.keys, layer.values = _gather(layer.keys, order), _gather(layer.values, order)
 
 
 def empty_filled_cache(cache: Any, input_ids: torch.Tensor, model_kwargs: dict[str, Any], generation_config) -> None:

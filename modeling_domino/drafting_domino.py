@@ -30,11 +30,11 @@ class DraftChain:
     probabilities: torch.Tensor | None = None
     base_probabilities: torch.Tensor | None = None
 
-    def details(self) -> dict[str, list]:
-        """The recorded details of the (only) sequence, named as the fields of a `Step`; empty if none were asked for."""
+    def details(self, row: int = 0) -> dict[str, list]:
+        """The recorded details of one sequence, named as the fields of a `Step`; empty if none were asked for."""
         if self.base_ids is None:
             return {}
-        return {name: getattr(self, name)[0].tolist() for name in ("base_ids", "probabilities", "base_probabilities")}
+        return {name: getattr(self, name)[row].tolist() for name in ("base_ids", "probabilities", "base_probabilities")}
 
 
 def draft_chain(
@@ -59,13 +59,14 @@ def draft_chain(
         drafter (`DominoDraftModel`): backbone and head.
         view (`TargetView`): embeddings and output head of the target.
         cache (`DominoCache`): the drafter's context store; the new context is committed to it.
-        prefix_ids: all committed tokens, the anchor last, `[B, S + 1]`; processors read them.
+        prefix_ids: tokens in front of the drafts, the anchor last, `[B, m]`; the processors read them.
         context_hidden_states: taps of the tokens committed since the last draft, `[B, S', L * D]`.
         position_ids: their positions and those of the block, `[B, S' + K]`.
         num_drafts (`int`): how many drafts to return (the block always has its trained size).
         clock (`StageClock`): books the stages.
         attention_mask: 1 for real tokens of context and block, `[B, S + K]`; `None` without padding.
-        processors (`LogitsProcessorList`, *optional*): applied to each draft's logits with the tokens before it.
+        processors (`Callable`, *optional*): applied to each draft's logits `[B, V]`, with `prefix_ids` and the drafts
+            before it.
         do_sample (`bool`): sample the drafts instead of taking the most likely ones.
         details (`bool`): also what the backbone alone would have picked, and the probabilities.
 

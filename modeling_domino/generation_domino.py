@@ -6,6 +6,7 @@ ids, masks, cache, logits processors and stopping criteria, so every generation 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import torch
@@ -15,7 +16,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from .cache_domino import cache_keyword, cache_of, empty_filled_cache
 from .loop_domino import DecodeLoop
 from .record_domino import Step
-from .target_domino import TargetView, check_tree_target
+from .target_domino import TargetView, check_movable_rows
 from .tree_domino import TreeShape
 
 
@@ -33,7 +34,7 @@ def stream(
     streamer=None,
     **generate_kwargs,
 ) -> Iterator[Step]:
-    """Generates with `target` and `drafter`, one [`Step`] at a time.
+    """Generates one sequence with `target` and `drafter`, one [`Step`] at a time.
 
     Args:
         target (`PreTrainedModel`): the model whose text is written.
@@ -53,25 +54,19 @@ def stream(
     Raises:
         ValueError: if the pair does not fit or an option cannot be honoured; raised before the first forward.
     """
-    criteria = StoppingCriteriaList(generate_kwargs.pop("stopping_criteria", None) or [])
-    # The core drops `tokenizer` and `streamer` for custom decoding methods, so both are served here.
-    if stop_strings := generate_kwargs.pop("stop_strings", None):
-        tokenizer = generate_kwargs.pop("tokenizer", None)
-        if tokenizer is None:
-            raise ValueError("`stop_strings` needs the target's tokenizer: pass `tokenizer=`.")
-        criteria.append(StopStringCriteria(tokenizer, stop_strings))
-    generate_kwargs.pop("tokenizer", None)
-    return target.generate(
-        input_ids,
-        custom_generate=_open_stream,
-        stopping_criteria=criteria,
-        drafter=drafter,
-        rule=rule,
-        verify_width=verify_width,
-        tree=tree,
-        step_streamer=streamer,
-        **generate_kwargs,
-    )
+    options = {"rule": rule, "verify_width": verify_width, "tree": tree}
+    loop = open_loop(target, drafter, input_ids, **options, **generate_kwargs)
+    if len(loop.rows) > 1:
+        raise ValueError(
+            f"A stream writes one sequence, got {len(loop.rows)}; `drafter.spec_generate(target, input_ids)` decodes batches."
+        )
+    return _only_sequence(loop, streamer)
+
+
+def _only_sequence(loop: DecodeLoop, streamer) -> Iterator[Step]:
+    with contextlib.closing(loop.steps(streamer)) as rounds:
+        for steps in rounds:
+            yield steps[0]
 
 
 def spec_generate(
@@ -83,21 +78,24 @@ def spec_generate(
     temperature: float = 0.0,
     *,
     return_dict: bool = False,
+    streamer=None,
     **kwargs,
 ):
     """Generates with this drafter in one call; the signature of the published DFlash and Domino models.
 
     Args:
         target (`PreTrainedModel`): the model whose text is written.
-        input_ids: the prompt, `[1, S]`.
+        input_ids: the prompts, `[B, S]`; those of a batch are padded on the left and need an `attention_mask`.
         max_new_tokens (`int`, *optional*): by default the target's generation config decides.
         stop_token_ids (`int` or `list[int]`, *optional*): by default the target's end-of-sequence ids.
         temperature (`float`): 0 for greedy decoding; above, plain sampling from the target's law at that temperature.
         return_dict (`bool`): return a `GenerateDecoderOnlyOutput` instead of the ids.
+        streamer (`BaseStreamer`, *optional*): for one sequence.
         kwargs: those of [`stream`].
 
     Returns:
-        Prompt and generated ids, `[1, S + new]`; `self.last_run` holds the statistics.
+        Prompts and generated ids, `[B, S + new]`, shorter sequences filled up with the pad token; `self.last_run` holds
+        the statistics of the (first) sequence, `self.last_runs` those of all.
     """
     if temperature < 0:
         raise ValueError(f"`temperature` must be 0 (greedy) or positive, got {temperature}.")
@@ -110,12 +108,33 @@ def spec_generate(
         kwargs["max_new_tokens"] = max_new_tokens
     if stop_token_ids is not None:
         kwargs["eos_token_id"] = stop_token_ids
-    tokens = [token for step in stream(target, self, input_ids, **kwargs) for token in step.token_ids]
-    sequences = torch.cat([input_ids, input_ids.new_tensor([tokens])], dim=1)
+    loop = open_loop(target, self, input_ids, **kwargs)
+    if streamer is not None and len(loop.rows) > 1:
+        raise ValueError(f"A streamer takes one sequence, got {len(loop.rows)}; leave it out for a batch.")
+    for _ in loop.steps(streamer):
+        pass
+    sequences = loop.sequences()
     return GenerateDecoderOnlyOutput(sequences=sequences) if return_dict else sequences
 
 
-def _open_stream(
+def open_loop(target, drafter, input_ids: torch.Tensor | None = None, **kwargs) -> DecodeLoop:
+    """A decode loop that is ready to run; the arguments are those of [`stream`], and `input_ids` may be a batch.
+
+    The loop is opened from within `target.generate`, as its decoding method, so that transformers prepares everything.
+    """
+    criteria = StoppingCriteriaList(kwargs.pop("stopping_criteria", None) or [])
+    # The core drops `tokenizer` for custom decoding methods, so stop strings are served here.
+    tokenizer = kwargs.pop("tokenizer", None)
+    if stop_strings := kwargs.pop("stop_strings", None):
+        if tokenizer is None:
+            raise ValueError("`stop_strings` needs the target's tokenizer: pass `tokenizer=`.")
+        criteria.append(StopStringCriteria(tokenizer, stop_strings))
+    return target.generate(
+        input_ids, custom_generate=_decoding_method, stopping_criteria=criteria, drafter=drafter, **kwargs
+    )
+
+
+def _decoding_method(
     model,
     input_ids: torch.Tensor,
     logits_processor,
@@ -125,28 +144,30 @@ def _open_stream(
     rule: str | None = None,
     verify_width: int | None = None,
     tree: TreeShape | int | None = None,
-    step_streamer=None,
     **model_kwargs,
-) -> Iterator[Step]:
-    """The decoding method: checks what can be checked, then hands back the running stream."""
+) -> DecodeLoop:
+    """Checks what can be checked, and hands back the loop instead of running it."""
     drafter.check_dtype()
     view = TargetView(model, drafter.config)
-    if input_ids.shape[0] != 1 or generation_config.num_return_sequences > 1:
-        raise ValueError(
-            f"The Domino loop decodes one sequence at a time, got a batch of {input_ids.shape[0]} with "
-            f"num_return_sequences={generation_config.num_return_sequences}; call it once per prompt."
-        )
     if generation_config.num_beams > 1:
         raise ValueError(f"Speculative decoding has no beams, got num_beams={generation_config.num_beams}; use 1.")
     keyword = cache_keyword(model)
     cache = cache_of(model_kwargs, keyword)
     if cache is None or not model_kwargs.get("use_cache", True):
         raise ValueError("Speculative decoding needs the target's cache; call with use_cache=True.")
+    tree = TreeShape(nodes=tree) if isinstance(tree, int) else tree
     if tree is not None:
-        tree = TreeShape(nodes=tree) if isinstance(tree, int) else tree
-        check_tree_target(model, cache)
+        check_movable_rows(model, cache, what="Draft trees")
     empty_filled_cache(cache, input_ids, model_kwargs, generation_config)
-    loop = DecodeLoop(
+    if input_ids.shape[0] > 1:
+        check_movable_rows(model, cache, what="Batches")
+        if tree is not None or cache.get_seq_length() > 0:
+            raise ValueError(
+                f"Trees and filled caches are for one sequence at a time, got a batch of {input_ids.shape[0]}; leave "
+                "`tree` and the cache out."
+            )
+    sampled = "block" if tree is None else "match"
+    return DecodeLoop(
         view,
         drafter,
         input_ids,
@@ -157,16 +178,10 @@ def _open_stream(
         processors=logits_processor or None,
         criteria=stopping_criteria,
         generation_config=generation_config,
-        rule=resolve_rule(
-            rule,
-            generation_config.do_sample,
-            sampled="block" if tree is None else "match",
-            tree=tree is not None,
-        ),
+        rule=resolve_rule(rule, generation_config.do_sample, sampled=sampled, tree=tree is not None),
         width=resolve_width(verify_width, drafter.config),
         tree=tree,
     )
-    return loop.steps(step_streamer)
 
 
 def resolve_rule(rule: str | None, do_sample: bool, *, sampled: str, tree: bool = False) -> str:

@@ -2,6 +2,9 @@
 
 A round costs one forward of the target and waits for the device once, to read how many drafts were kept. Chains and
 trees are two kinds of round over one state. Section 2 of https://huggingface.co/papers/2605.29707 describes the round.
+
+Sequences of a batch keep different numbers of drafts, but share the columns of the caches: a round adds as many columns
+as its best sequence kept, the mask hides them from the others, and once too many are hidden the caches are compacted.
 """
 
 from __future__ import annotations
@@ -26,9 +29,9 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from .cache_domino import DominoCache, drop_last, keep_rows, start_recording
+from .cache_domino import DominoCache, compact, drop_last, keep_rows, start_recording
 from .drafting_domino import DraftChain, draft_chain, draft_tree
-from .record_domino import Run, StageClock, Step, set_last_run
+from .record_domino import Run, StageClock, Step, set_last_runs
 from .taps_domino import TargetTaps
 from .target_domino import TargetView
 from .tree_domino import TreeMask, TreeShape
@@ -50,9 +53,17 @@ SCORE_ONLY_PROCESSORS = (
     SuppressTokensLogitsProcessor,
 )
 
+# Compaction copies both caches, so a batch first collects as many hidden columns as half its longest text.
+HIDDEN_SHARE = 1.5
+HIDDEN_SLACK = 64
+
 
 class DecodeLoop:
-    """State of one generation: committed ids, the two caches, and the context that the drafter has not read yet."""
+    """State of one generation: the texts, the two caches, and the context that the drafter has not read yet.
+
+    `ids` and `lengths` are the texts, one row a sequence, and stay as they are when a sequence ends; everything on the
+    models' side is kept for the open sequences alone, whose rows are listed in `rows`.
+    """
 
     def __init__(
         self,
@@ -78,6 +89,8 @@ class DecodeLoop:
         self.max_length = generation_config.max_length
         eos = getattr(generation_config, "_eos_token_tensor", None)
         self.stop_ids = set() if eos is None else set(eos.flatten().tolist())
+        pad = getattr(generation_config, "_pad_token_tensor", None)
+        self.pad_id = 0 if pad is None else int(pad)
         self.criteria = StoppingCriteriaList(
             c for c in criteria if not isinstance(c, (MaxLengthCriteria, EosTokenCriteria))
         )
@@ -85,206 +98,251 @@ class DecodeLoop:
         self.taps = TargetTaps(view.layers, drafter.config.target_layer_ids)
         self.clock = StageClock(drafter.device, synchronize=drafter.record_details)
 
-        # Ids, mask and positions live in buffers of the final size: nothing is concatenated as the text grows. Rows
-        # that the caller's cache already holds come before the ids and are counted by `offset`.
-        prompt = input_ids.shape[1]
-        self.offset = cache.get_seq_length()
-        size = max(self.max_length, prompt) + drafter.config.block_size + 1
-        if tree is not None:
-            size += tree.nodes
-        self.ids = input_ids.new_zeros(1, size)
+        # Texts and mask live in buffers of the final size: nothing is concatenated as a text grows.
+        batch, prompt = input_ids.shape
+        self.rows = list(range(batch))
+        self.lengths = [prompt] * batch
+        self.ids = input_ids.new_zeros(batch, max(self.max_length, prompt) + drafter.config.block_size + 1)
         self.ids[:, :prompt] = input_ids
-        self.length = prompt
-        known = self.offset + prompt
-        self.positions = position_ids.new_empty(*position_ids.shape[:-1], self.offset + size)
-        self.positions[..., :known] = position_ids[..., -known:]
-        self.positions[..., known:] = position_ids[..., -1:] + torch.arange(
-            1, size - prompt + 1, device=input_ids.device
-        )
+        # Columns of the target's cache: those the caller filled, which the drafter does not have, then prompt and text.
+        self.offset = self.columns = int(cache.get_seq_length())
+        self.prompt_positions = position_ids[..., -prompt:].expand(*position_ids.shape[:-2], batch, prompt)
+        self.anchor = self.anchor_positions = self.context = self.context_positions = None
+        self._make_masks(attention_mask)
+        self.runs = [self._new_run(prompt, generation_config) for _ in range(batch)]
+
+    def _make_masks(self, attention_mask: torch.Tensor | None) -> None:
+        batch, config = self.ids.shape[0], self.drafter.config
+        size = self.offset + self.ids.shape[1]
         self.mask = None
-        if attention_mask is not None and not bool(attention_mask.all()):
-            self.mask = attention_mask.new_ones(1, self.offset + size)
-            self.mask[:, :known] = attention_mask
-        if tree is not None:
-            known_mask = None if self.mask is None else self.mask[:, :known]
-            like = view.target.get_input_embeddings().weight
-            self.tree_mask = TreeMask(tree.nodes + 1, self.offset + size, like=like, padding=known_mask)
-        self.context = None
-        self.run = Run(
-            target=view.target.config._name_or_path or type(view.target).__name__,
+        if batch > 1 or (attention_mask is not None and not bool(attention_mask.all())):
+            room = int(HIDDEN_SHARE * size) + HIDDEN_SLACK + 2 * config.block_size
+            self.mask = torch.ones(batch, room, dtype=torch.long, device=self.ids.device)
+            if attention_mask is not None:
+                self.mask[:, : attention_mask.shape[1]] = attention_mask
+        if self.tree is not None:
+            known = None if self.mask is None else self.mask[:, : self.offset + self.lengths[0]]
+            like = self.view.target.get_input_embeddings().weight
+            self.tree_mask = TreeMask(self.tree.nodes + 1, size + self.tree.nodes, like=like, padding=known)
+
+    def _new_run(self, prompt: int, generation_config) -> Run:
+        target, drafter = self.view.target, self.drafter
+        return Run(
+            target=target.config._name_or_path or type(target).__name__,
             drafter=drafter.config._name_or_path or type(drafter).__name__,
             head=drafter.head_state,
             path="loop",
             block_size=drafter.config.block_size,
             prompt_tokens=prompt,
             temperature=float(generation_config.temperature or 1.0) if self.do_sample else 0.0,
-            rule=rule,
-            kind="chain" if tree is None else "tree",
+            rule=self.rule,
+            kind="chain" if self.tree is None else "tree",
         )
 
     @torch.no_grad()
-    def steps(self, streamer=None) -> Iterator[Step]:
-        """Runs the rounds; hooks are removed and the run is recorded even if the consumer stops early."""
+    def steps(self, streamer=None) -> Iterator[dict[int, Step]]:
+        """Runs the rounds, and yields the step of each sequence that was open in it.
+
+        Hooks are removed and the runs are recorded even if the consumer stops early.
+        """
         started = time.perf_counter()
         try:
             with self.taps:
                 start_recording(self.cache)
                 if streamer is not None:
-                    streamer.put(self.ids[:, : self.length].cpu())
-                finished = False
-                while not finished:
-                    step, finished = self._round() if self.run.steps else self._prefill()
-                    self.run.steps.append(step)
-                    self.run.seconds = time.perf_counter() - started
-                    if streamer is not None:
-                        streamer.put(torch.tensor(step.token_ids))
-                    yield step
+                    streamer.put(self.ids[:, : self.lengths[0]].cpu())
+                steps = self._prefill()
+                while steps:
+                    for row, step in steps.items():
+                        self.runs[row].steps.append(step)
+                        self.runs[row].seconds = time.perf_counter() - started
+                        if streamer is not None:
+                            streamer.put(torch.tensor(step.token_ids))
+                    yield steps
+                    steps = self._round() if self.rows else None
         finally:
-            set_last_run(self.drafter, self.run)
+            set_last_runs(self.drafter, self.runs)
             if streamer is not None:
                 streamer.end()
 
-    def _prefill(self) -> tuple[Step, bool]:
-        """Reads the prompt and picks the first token, the first anchor."""
-        outputs = self._forward(self.ids[:, : self.length], 0, num_logits=1)
-        logits = self._process(outputs.logits[:, -1:], self.ids[:, : self.length])
-        own = self._pick(logits)
-        self.context = self.taps.read(outputs, device=self.drafter.device)
+    def _prefill(self) -> dict[int, Step]:
+        """Reads the prompts and picks the first tokens, the first anchors."""
+        prompt = self.lengths[0]
+        outputs = self._forward(self.ids[:, :prompt], self.prompt_positions, num_logits=1)
+        own = self._pick(self._process(outputs.logits[:, -1:]))
         self.clock.mark("verify")
-        step = Step(draft_ids=[], accepted=0, own_id=own.item(), is_prefill=True)
-        return self._commit(step)
+        steps = {row: Step([], 0, token, is_prefill=True) for row, (token,) in enumerate(own.tolist())}
+        # As if the anchor of the prefill were the last token of the prompt, with the rest of it in front.
+        self.anchor_positions = self.prompt_positions[..., -1:]
+        self.columns += prompt - 1
+        self.context = self.taps.read(outputs, device=self.drafter.device)
+        self.context_positions = self.prompt_positions
+        return self._commit(steps, own.new_zeros(own.shape[0]), own, kept=0)
 
-    def _round(self) -> tuple[Step, bool]:
+    def _round(self) -> dict[int, Step]:
         """One round: draft, verify, accept, commit."""
-        num_drafts = min(self.width, self.max_length - self.length - 1)
+        room = self.max_length - min(self.lengths[row] for row in self.rows) - 1
+        num_drafts = min(self.width, room)
         if self.tree is not None and num_drafts > 0:
             return self._tree_round(num_drafts)
         return self._chain_round(num_drafts)
 
-    def _chain_round(self, num_drafts: int) -> tuple[Step, bool]:
-        """Drafts a chain and verifies it. The only wait for the device is the `tolist` below."""
-        chain = DraftChain(ids=self.ids[:, :0])
+    def _chain_round(self, num_drafts: int) -> dict[int, Step]:
+        """Drafts chains and verifies them. The only wait for the device is the `tolist` below."""
+        chain = DraftChain(ids=self.anchor[:, :0])
         if num_drafts > 0:
             chain = draft_chain(
                 **self._draft_inputs(),
                 num_drafts=num_drafts,
-                processors=self.processors,
+                processors=self._process_draft if self.processors else None,
                 # Under "match" the likeliest draft is the best one at every temperature.
                 do_sample=self.rule in SAMPLED_DRAFTS,
             )
-        start = self.length - 1
-        self.ids[:, self.length : self.length + num_drafts] = chain.ids
-        verify_ids = self.ids[:, start : self.length + num_drafts]
-        outputs = self._forward(verify_ids, start, num_logits=num_drafts + 1)
-        logits = self._process(outputs.logits[:, -num_drafts - 1 :], self.ids[:, : self.length + num_drafts])
-        draft_ids = verify_ids[:, 1:]
+            if self.mask is not None:
+                self._compact_if_worthwhile()
+        draft_ids = chain.ids.to(self.ids.device)
+        self._write(draft_ids, ahead=0)
+        positions = self.anchor_positions + torch.arange(num_drafts + 1, device=self.ids.device)
+        outputs = self._forward(torch.cat([self.anchor, draft_ids], dim=1), positions, num_logits=num_drafts + 1)
+        logits = self._process(outputs.logits[:, -num_drafts - 1 :])
         if self.rule in SAMPLED_DRAFTS and num_drafts > 0:
             accept = SAMPLED_DRAFTS[self.rule]
             accepted, own = accept(draft_ids, chain.logits.to(logits.device), logits)
         else:
             accepted, own = accept_match(draft_ids, self._pick(logits).to(draft_ids.device))
-        accepted, own, *drafts = torch.cat([accepted, own, draft_ids[0]]).tolist()
+        read = torch.cat([accepted[:, None], own[:, None], draft_ids], dim=1).tolist()
         self.clock.mark("verify")
-        step = Step(draft_ids=drafts, accepted=accepted, own_id=own, **chain.details())
-        self._end_at_stop(step)
-        drop_last(self.cache, num_drafts - step.accepted)
-        self.context = self.taps.read(outputs, step.accepted + 1, device=self.drafter.device)
-        return self._commit(step)
+        steps = {
+            row: Step(drafts, kept, token, **chain.details(i))
+            for i, (row, (kept, token, *drafts)) in enumerate(zip(self.rows, read))
+        }
+        for row, step in steps.items():
+            self._end_at_stop(row, step)
+        # Columns for the longest continuation that is still needed; the mask hides them where less was kept.
+        kept = max(step.accepted for step in steps.values())
+        drop_last(self.cache, num_drafts - kept)
+        self.context = self.taps.read(outputs, kept + 1, device=self.drafter.device)
+        self.context_positions = positions[..., : kept + 1]
+        return self._commit(steps, accepted, own[:, None], kept=kept)
 
-    def _tree_round(self, max_depth: int) -> tuple[Step, bool]:
+    def _tree_round(self, max_depth: int) -> dict[int, Step]:
         """Drafts a tree and verifies it. The only wait for the device is the `tolist` below."""
-        temperature = self.run.temperature or 1.0
+        temperature = self.runs[0].temperature or 1.0
         tree = draft_tree(**self._draft_inputs(), shape=self.tree, max_depth=max_depth, temperature=temperature)
         device = self.ids.device
         tokens, parents, depths = (value.to(device) for value in (tree.tokens, tree.parents, tree.depths))
         ancestors = tree.ancestors().to(device)
-        anchor_row = self.offset + self.length - 1
         num_rows = tokens.shape[1] + 1
+        positions = self.anchor_positions + F.pad(depths, (1, 0))
         outputs = self._forward(
-            torch.cat([self.ids[:, self.length - 1 : self.length], tokens], dim=1),
-            self.length - 1,
+            torch.cat([self.anchor, tokens], dim=1),
+            positions,
             num_logits=num_rows,
-            positions=self.positions[..., anchor_row : anchor_row + 1] + F.pad(depths, (1, 0)),
-            mask=self.tree_mask.behind(anchor_row, ancestors),
+            mask=self.tree_mask.behind(self.columns, ancestors),
         )
         logits = self._process_tree(outputs.logits[:, -num_rows:], tokens, parents)
         accepted, own, path = accept_tree(tokens, parents, ancestors, self._pick(logits).to(device))
         read = torch.cat([accepted, own, path[0], tokens[0], parents[0]]).tolist()
         self.clock.mark("verify")
-        accepted, own, path, nodes = read[0], read[1], read[2 : 2 + num_rows], read[2 + num_rows :]
+        kept, token, path, nodes = read[0], read[1], read[2 : 2 + num_rows], read[2 + num_rows :]
         step = Step(
             draft_ids=nodes[: num_rows - 1],
             parents=[row - 1 for row in nodes[num_rows - 1 :]],
-            path=[row - 1 for row in path[1 : accepted + 1]],
-            accepted=accepted,
-            own_id=own,
+            path=[row - 1 for row in path[1 : kept + 1]],
+            accepted=kept,
+            own_id=token,
             **tree.details(),
         )
-        self.ids[:, self.length : self.length + accepted] = self.ids.new_tensor(step.accepted_ids)
-        self._end_at_stop(step)
-        rows = torch.tensor([0, *(node + 1 for node in step.path)])
+        self._write(self.ids.new_tensor([step.accepted_ids]), ahead=0)
+        self._end_at_stop(0, step)
+        rows = torch.tensor([0, *(node + 1 for node in step.path)], device=device)
         keep_rows(self.cache, num_rows, rows)
         self.context = self.taps.read(outputs, rows, device=self.drafter.device)
-        return self._commit(step)
+        self.context_positions = positions[..., rows]
+        return self._commit({0: step}, accepted, own[:, None], kept=step.accepted)
 
     def _pick(self, logits: torch.Tensor) -> torch.Tensor:
         """The target's own token at each row, `[B, n]`."""
         return sample_rows(logits) if self.do_sample else logits.argmax(dim=-1)
 
+    def _write(self, tokens: torch.Tensor, ahead: int) -> None:
+        """Puts drafts `[B, n]` into the texts, behind the committed tokens and `ahead` others; they do not count yet."""
+        for i, row in enumerate(self.rows):
+            start = self.lengths[row] + ahead
+            self.ids[row, start : start + tokens.shape[1]] = tokens[i]
+
     def _draft_inputs(self) -> dict[str, Any]:
         """What every way of drafting needs."""
-        device = self.drafter.device
-        anchor_row = self.offset + self.length - 1
-        block_end = anchor_row + self.drafter.config.block_size
-        # A vision-language target has one row of positions per axis; for text they agree.
-        positions = self.positions if self.positions.dim() == 2 else self.positions[0]
+        device, block_size = self.drafter.device, self.drafter.config.block_size
+        block = self.anchor_positions + torch.arange(block_size, device=self.ids.device)
+        positions = torch.cat([self.context_positions, block], dim=-1)
+        if positions.dim() == 3:
+            # A vision-language target has one row of positions per axis; for text they agree.
+            positions = positions[0]
+        mask = None if self.mask is None else self.mask[:, self.offset : self.columns + block_size].to(device)
         return {
             "drafter": self.drafter,
             "view": self.view,
             "cache": self.draft_cache,
-            "prefix_ids": self.ids[:, : self.length],
+            "prefix_ids": self.anchor,
             "context_hidden_states": self.context.to(self.drafter.dtype),
-            "position_ids": positions[:, anchor_row - self.context.shape[1] : block_end].to(device),
+            "position_ids": positions.to(device),
             "clock": self.clock,
-            "attention_mask": None if self.mask is None else self.mask[:, self.offset : block_end].to(device),
+            "attention_mask": mask,
             "details": self.drafter.record_details,
         }
 
     def _forward(
-        self,
-        input_ids: torch.Tensor,
-        start: int,
-        *,
-        num_logits: int,
-        positions: torch.Tensor | None = None,
-        mask: torch.Tensor | None = None,
+        self, input_ids: torch.Tensor, positions: torch.Tensor, *, num_logits: int, mask: torch.Tensor | None = None
     ):
-        """The target over `input_ids`, which sit at `start`.. of the id buffer unless positions and mask say otherwise."""
-        first = self.offset + start
-        end = first + input_ids.shape[1]
+        """The target over `input_ids`, behind the columns of its cache; without `mask` they see all that is not hidden."""
         kwargs = {self.keyword: self.cache, **self.taps.forward_kwargs}
         if self.view.target._supports_logits_to_keep():
             kwargs["logits_to_keep"] = num_logits
         if mask is None and self.mask is not None:
-            mask = self.mask[:, :end]
+            mask = self.mask[:, : self.columns + input_ids.shape[1]]
         return self.view.target(
-            input_ids=input_ids,
-            attention_mask=mask,
-            position_ids=self.positions[..., first:end] if positions is None else positions,
-            use_cache=True,
-            **kwargs,
+            input_ids=input_ids, attention_mask=mask, position_ids=positions, use_cache=True, **kwargs
         )
 
-    def _process(self, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """The target's law: processors see, for each row, just the tokens before it."""
+    def _process(self, logits: torch.Tensor) -> torch.Tensor:
+        """The target's law at the anchors and behind each draft, `[B, n + 1, V]`."""
         if not self.processors and not self.do_sample:
             return logits
         logits = logits.float()
         if not self.processors:
             return logits
-        first = ids.shape[1] - logits.shape[1] + 1
-        rows = [self.processors(ids[:, : first + i], logits[:, i]) for i in range(logits.shape[1])]
-        return torch.stack(rows, dim=1)
+        return torch.stack([self._process_at(logits[:, i], ahead=i) for i in range(logits.shape[1])], dim=1)
+
+    def _process_draft(self, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """The processors as the drafter calls them, with the anchors and the drafts picked so far, `[B, 1 + i]`."""
+        ahead = ids.shape[1] - 1
+        if ahead > 0:
+            self._write(ids[:, -1:].to(self.ids.device), ahead=ahead - 1)
+        return self._process_at(logits, ahead=ahead)
+
+    def _process_at(self, logits: torch.Tensor, *, ahead: int) -> torch.Tensor:
+        """Processors see, for each sequence, its text and `ahead` drafts; `logits` and result are `[B, V]`.
+
+        They are always called with the whole batch, since some tell sequences by their place in it; texts of different
+        lengths go one length at a time.
+        """
+        batch = self.ids.shape[0]
+        lengths = sorted({self.lengths[row] for row in self.rows})
+        everything = logits
+        if len(self.rows) < batch:
+            everything = logits.new_zeros(batch, logits.shape[1])
+            everything[self.rows] = logits
+        processed = {
+            length: self.processors(
+                self.ids[:, : length + ahead].to(logits.device),
+                everything if len(lengths) == 1 else everything.clone(),
+            )
+            for length in lengths
+        }
+        if len(lengths) == 1:
+            return processed[lengths[0]][self.rows] if len(self.rows) < batch else processed[lengths[0]]
+        return torch.stack([processed[self.lengths[row]][row] for row in self.rows])
 
     def _process_tree(self, logits: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
         """The target's law at every row of a tree; processors see the tokens on the row's own path."""
@@ -293,7 +351,7 @@ class DecodeLoop:
         logits = logits.float()
         if not self.processors:
             return logits
-        prefix = self.ids[:, : self.length]
+        prefix = self.ids[:, : self.lengths[0]]
         if all(isinstance(processor, SCORE_ONLY_PROCESSORS) for processor in self.processors):
             return self.processors(prefix, logits[0])[None]
         # These read the text, which differs from row to row: the tree's shape is needed on the host.
@@ -306,15 +364,16 @@ class DecodeLoop:
         ]
         return torch.stack(rows, dim=1)
 
-    def _end_at_stop(self, step: Step) -> None:
-        """Ends the text at the first token that stops it: that token becomes the own token of a shorter round.
+    def _end_at_stop(self, row: int, step: Step) -> None:
+        """Ends a text at the first token that stops it: that token becomes the own token of a shorter round.
 
         The drafts of a chain behind it count as never made, as on the stock path, which cuts them before the
         verification; of a tree only the kept path is asked, and the tree stays as it was.
         """
+        room = self.max_length - self.lengths[row]
         tokens = step.draft_ids if step.path is None else step.accepted_ids
         for i, token in enumerate(tokens):
-            if token in self.stop_ids or (len(self.criteria) > 0 and self._criteria_stop(self.length + i + 1)):
+            if i + 1 == room or token in self.stop_ids or self._criteria_stop(row, self.lengths[row] + i + 1):
                 if i < step.accepted:
                     step.accepted, step.own_id = i, token
                 if step.path is None:
@@ -323,19 +382,71 @@ class DecodeLoop:
                     step.path = step.path[:i]
                 return
 
-    def _criteria_stop(self, length: int) -> bool:
-        return bool(self.criteria(self.ids[:, :length], None).all())
+    def _criteria_stop(self, row: int, length: int) -> bool:
+        return len(self.criteria) > 0 and bool(self.criteria(self.ids[:, :length], None)[row])
 
-    def _commit(self, step: Step) -> tuple[Step, bool]:
-        """Takes the step's tokens into the text and says whether it ends here."""
-        end = self.length + step.accepted + 1
-        self.ids[:, end - 1] = step.own_id
-        self.length = end
-        finished = (
-            step.own_id in self.stop_ids
-            or self.length >= self.max_length
-            or (len(self.criteria) > 0 and self._criteria_stop(self.length))
-        )
+    def _commit(
+        self, steps: dict[int, Step], accepted: torch.Tensor, own: torch.Tensor, *, kept: int
+    ) -> dict[int, Step]:
+        """Takes the tokens of a round into the texts, and lets go of the sequences that end.
+
+        Args:
+            steps: of the open sequences; returned.
+            accepted: drafts kept, `[B]`, on the device.
+            own: the next anchors, `[B, 1]`.
+            kept: columns behind the anchor's that the round leaves in the caches.
+        """
+        if self.mask is not None and kept > 0:
+            behind = torch.arange(kept + 1, device=self.ids.device)
+            self.mask[:, self.columns : self.columns + kept + 1] = behind <= accepted[:, None]
+        self.columns += kept + 1
+        self.anchor = own
+        self.anchor_positions = self.anchor_positions + accepted[:, None] + 1
+        still_open = []
+        for i, (row, step) in enumerate(steps.items()):
+            end = self.lengths[row] + step.accepted + 1
+            self.ids[row, end - 1] = step.own_id
+            self.lengths[row] = end
+            if step.own_id not in self.stop_ids and end < self.max_length and not self._criteria_stop(row, end):
+                still_open.append(i)
+        if 0 < len(still_open) < len(self.rows):
+            self._keep_sequences(torch.tensor(still_open, device=self.ids.device))
+        self.rows = [self.rows[i] for i in still_open]
         self.clock.mark("commit")
-        step.stage_seconds = self.clock.take()
-        return step, finished
+        seconds = self.clock.take()
+        for step in steps.values():
+            step.stage_seconds = seconds
+        return steps
+
+    def _keep_sequences(self, kept: torch.Tensor) -> None:
+        """Drops the ended sequences from everything the models work on; they cost nothing from here on."""
+        self.cache.batch_select_indices(kept)
+        self.draft_cache.select_sequences(kept)
+        self.anchor, self.mask = self.anchor[kept], self.mask[kept]
+        self.anchor_positions = self.anchor_positions[..., kept, :]
+        self.context = self.context[kept.to(self.context.device)]
+        self.context_positions = self.context_positions[..., kept, :]
+
+    def _compact_if_worthwhile(self) -> None:
+        """Moves the visible columns of both caches together, once too many are hidden.
+
+        Called right after drafting, when the drafter's store has caught up with the target's cache.
+        """
+        longest = max(self.lengths[row] for row in self.rows) - 1
+        if self.columns <= HIDDEN_SHARE * longest + HIDDEN_SLACK:
+            return
+        # Stable, so the visible columns keep their order; where a sequence is shorter, hidden ones stay in front.
+        order = self.mask[:, : self.columns].argsort(dim=1, stable=True)[:, -longest:]
+        compact(self.cache, order)
+        self.draft_cache.gather(order)
+        visible = self.mask.gather(1, order)
+        self.mask.fill_(1)
+        self.mask[:, :longest] = visible
+        self.columns = longest
+
+    def sequences(self) -> torch.Tensor:
+        """Prompts and texts, filled up with the pad token to the longest, `[B, S]`."""
+        lengths = torch.tensor(self.lengths, device=self.ids.device)[:, None]
+        longest = max(self.lengths)
+        behind = torch.arange(longest, device=self.ids.device) >= lengths
+        return self.ids[:, :longest].masked_fill(behind, self.pad_id)

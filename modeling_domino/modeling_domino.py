@@ -39,7 +39,7 @@ from .head_domino import DominoHead
 from .loop_domino import DecodeLoop  # noqa: F401
 from .ops_domino import gru_step  # noqa: F401
 from .plug_domino import Attachment, candidate_generator, install_plug, run_assisted
-from .record_domino import Run, get_last_run
+from .record_domino import Run, get_last_runs
 from .taps_domino import TargetTaps  # noqa: F401
 from .target_domino import TargetView  # noqa: F401
 from .tree_domino import DraftTree  # noqa: F401
@@ -299,8 +299,13 @@ class DominoDraftModel(DominoPreTrainedModel):
 
     @property
     def last_run(self) -> Run | None:
-        """Statistics and trace of this drafter's last generation in this thread."""
-        return get_last_run(self)
+        """Statistics and trace of this drafter's last generation in this thread (of a batch: its first sequence)."""
+        return next(iter(self.last_runs), None)
+
+    @property
+    def last_runs(self) -> list[Run]:
+        """The same for every sequence of the last generation."""
+        return get_last_runs(self)
 
     def describe(self) -> str:
         """One line on what this drafter is."""

@@ -31,7 +31,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from .cache_domino import DominoCache, cache_keyword, cache_of, empty_filled_cache
 from .drafting_domino import DraftChain, draft_chain
 from .generation_domino import resolve_rule, resolve_width
-from .record_domino import Run, StageClock, Step, set_last_run
+from .record_domino import Run, StageClock, Step, set_last_runs
 from .taps_domino import TargetTaps
 from .target_domino import TargetView
 
@@ -144,8 +144,8 @@ def candidate_generator() -> DominoCandidateGenerator:
 def _check_call(target, input_ids: torch.Tensor, cache: Any) -> None:
     if input_ids.shape[0] != 1:
         raise ValueError(
-            f"transformers' assisted decoding takes one sequence at a time, got a batch of {input_ids.shape[0]}; call it "
-            "once per prompt."
+            f"transformers' assisted decoding takes one sequence at a time, got a batch of {input_ids.shape[0]}; use "
+            "`drafter.spec_generate(target, input_ids)`, which decodes batches."
         )
     if cache is None:
         raise ValueError("Speculative decoding needs the target's cache; call with use_cache=True.")
@@ -248,9 +248,9 @@ class DominoCandidateGenerator(CandidateGenerator):
             return input_ids, None
         positions, mask = self._positions_and_mask(model_kwargs, context.shape[1])
         chain = draft_chain(
-            self.drafter,
-            self.view,
-            self.cache,
+            drafter=self.drafter,
+            view=self.view,
+            cache=self.cache,
             prefix_ids=input_ids,
             context_hidden_states=context,
             position_ids=positions,
@@ -331,7 +331,7 @@ class DominoCandidateGenerator(CandidateGenerator):
             )
             step.keep_drafts(len(step.draft_ids))
             run.steps.append(step)
-        set_last_run(self.drafter, run)
+        set_last_runs(self.drafter, [run])
 
     def close(self) -> None:
         """Removes the hooks from the target."""

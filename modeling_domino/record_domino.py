@@ -32,7 +32,7 @@ class Step:
         base_probabilities: the backbone's probability of each draft; only with `record_details`.
         parents: trees only: index of each node's parent among the drafts, -1 for children of the anchor.
         path: trees only: indices of the accepted drafts, in order.
-        stage_seconds: seconds by stage (`STAGES`).
+        stage_seconds: seconds by stage (`STAGES`), of the round of the whole batch.
         is_prefill: the forward that read the prompt; it drafts nothing and is not counted as a round.
     """
 
@@ -186,11 +186,11 @@ def _runs() -> weakref.WeakKeyDictionary:
     return _THREAD.runs
 
 
-def set_last_run(drafter, run: Run) -> None:
-    """Makes `run` the last run of `drafter` in this thread."""
-    _runs()[drafter] = run
+def set_last_runs(drafter, runs: list[Run]) -> None:
+    """Makes `runs` the last ones of `drafter` in this thread, one for each sequence of a batch."""
+    _runs()[drafter] = runs
 
 
-def get_last_run(drafter) -> Run | None:
-    """The last run of `drafter` in this thread, or `None`."""
-    return _runs().get(drafter)
+def get_last_runs(drafter) -> list[Run]:
+    """The last runs of `drafter` in this thread; empty before the first."""
+    return _runs().get(drafter, [])

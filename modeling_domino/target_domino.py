@@ -127,8 +127,8 @@ def check_pair(target: nn.Module, config) -> None:
     _mention_other_target(target, config)
 
 
-def check_tree_target(target: nn.Module, cache) -> None:
-    """Refuses a target that cannot read a tree: it takes a 4D mask, and rows of its cache are picked out afterwards.
+def check_movable_rows(target: nn.Module, cache, *, what: str) -> None:
+    """Refuses a target for `what` (trees, batches) if rows of its cache cannot be hidden and moved.
 
     Raises:
         ValueError: one sentence with what is required, what came and what to do.
@@ -137,18 +137,18 @@ def check_tree_target(target: nn.Module, cache) -> None:
     attention = text_config._attn_implementation
     if attention not in ("eager", "sdpa"):
         raise ValueError(
-            f"Draft trees need a target with eager or sdpa attention, got {attention}; load it with "
-            '`attn_implementation="sdpa"`, or draft chains.'
+            f"{what} need a target with eager or sdpa attention, got {attention}; load it with "
+            '`attn_implementation="sdpa"`, or draft a chain for one prompt at a time.'
         )
     kinds = set(getattr(text_config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"}:
         raise ValueError(
-            f"Draft trees need a target with full attention in every layer, {type(target).__name__} has "
-            f"{', '.join(sorted(kinds))}; draft chains instead."
+            f"{what} need a target with full attention in every layer, {type(target).__name__} has "
+            f"{', '.join(sorted(kinds))}; draft a chain for one prompt at a time."
         )
     if type(cache).__name__ != "DynamicCache":
         raise ValueError(
-            f"Draft trees need the default dynamic cache, got {type(cache).__name__}; draft chains instead."
+            f"{what} need the default dynamic cache, got {type(cache).__name__}; draft a chain for one prompt at a time."
         )
 
 

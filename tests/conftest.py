@@ -154,10 +154,10 @@ def script_drafts(monkeypatch, choose) -> None:
     `length` is the number of committed tokens, prompt and anchor included. Such drafts are greedy: they have no law.
     """
 
-    def scripted(*args, prefix_ids, num_drafts, **kwargs):
-        chain = draft_chain(*args, prefix_ids=prefix_ids, num_drafts=num_drafts, **kwargs)
-        ids = choose(prefix_ids.shape[1], num_drafts)
-        return dataclasses.replace(chain, ids=torch.tensor([ids], dtype=torch.long, device=prefix_ids.device))
+    def scripted(cache, context_hidden_states, num_drafts, **kwargs):
+        length = cache.get_seq_length() + context_hidden_states.shape[1] + 1
+        chain = draft_chain(cache=cache, context_hidden_states=context_hidden_states, num_drafts=num_drafts, **kwargs)
+        return dataclasses.replace(chain, ids=torch.tensor([choose(length, num_drafts)], dtype=torch.long))
 
     for module in (loop_domino, plug_domino):
         monkeypatch.setattr(module, "draft_chain", scripted)
