@@ -12,7 +12,7 @@ import torch
 from transformers import StoppingCriteriaList, StopStringCriteria
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from .cache_domino import cache_keyword, cache_of, empty_filled_cache
+from .cache_domino import cache_keyword, cache_of, empty_filled_cache, without_sliding_layers
 from .loop_domino import DecodeLoop
 from .record_domino import Step
 from .target_domino import TargetView, check_tree_target
@@ -146,6 +146,7 @@ def _open_stream(
         tree = TreeShape(nodes=tree) if isinstance(tree, int) else tree
         check_tree_target(model, cache)
     empty_filled_cache(cache, input_ids, model_kwargs, generation_config)
+    cache = without_sliding_layers(cache)
     loop = DecodeLoop(
         view,
         drafter,
