@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import transformers
+from transformers import DynamicCache
 
 
 logger = logging.getLogger(__name__)
@@ -107,6 +108,16 @@ def cache_keyword(target: torch.nn.Module) -> str:
 def cache_of(holder: Any, keyword: str) -> Any:
     """The cache in a target's output or in a dictionary of model arguments."""
     return holder.get(keyword) if isinstance(holder, dict) else getattr(holder, keyword)
+
+
+def without_sliding_layers(cache: Any) -> Any:
+    """The cache to decode with, where a full sliding layer cannot be cropped (before 5.14): an empty default cache is
+    exchanged for one that keeps every row, as assisted decoding does itself; the mask still slides.
+    """
+    sliding = any(getattr(layer, "is_sliding", False) for layer in getattr(cache, "layers", []))
+    if CROP_ZERO_IS_SAFE or not sliding or type(cache) is not DynamicCache or cache.get_seq_length() > 0:
+        return cache
+    return DynamicCache()
 
 
 def start_recording(cache: Any) -> None:

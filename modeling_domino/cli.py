@@ -10,6 +10,7 @@ import json
 import math
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import cached_file, logging
 
 from modeling_domino import DominoConfig, DominoDraftModel
+from modeling_domino.convert import FORMATS, convert
 from modeling_domino.default_pair import (
     default_target_folder,
     load_default_drafter,
@@ -35,6 +37,7 @@ from modeling_domino.generation_domino import stream
 from modeling_domino.provenance import provenance
 from modeling_domino.record_domino import Run
 from modeling_domino.render import TextPieces, classify_round, draw_legend, draw_round, draw_text
+from modeling_domino.stage import StampError, stage, staged_folder, verify_stamp
 from modeling_domino.target_domino import check_pair
 
 
@@ -67,6 +70,15 @@ def one_sentence_errors() -> Iterator[None]:
     except (ValueError, OSError, ImportError, SafetensorError, StrictDataclassError) as error:
         typer.echo(f"Error: {first_sentence(error)}", err=True)
         raise typer.Exit(2) from None
+
+
+@contextmanager
+def warnings_as_notices() -> Iterator[None]:
+    """Shows warnings as one line each, without the source line that raised them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = lambda message, *args, **kwargs: typer.echo(f"Warning: {message}", err=True)
+        yield
 
 
 def first_sentence(error: Exception) -> str:
@@ -175,6 +187,63 @@ def info(
         typer.echo(f"{name.replace('_', ' '):32} {shown}")
     if as_json:
         typer.echo(json.dumps(facts))
+
+
+@app.command("convert")
+def convert_command(
+    source: Annotated[str, typer.Argument(help="Hub id or folder of a drafter, in any published format.")],
+    destination: Annotated[Path, typer.Argument(help="Folder to write.")],
+    to: Annotated[str, typer.Option(help=f"One of {', '.join(FORMATS)}.")] = "ours",
+    target: Annotated[
+        str | None, typer.Option(help="Hub id or folder of the target; the speculators format stores parts of it.")
+    ] = None,
+    ignore: Annotated[
+        list[str] | None, typer.Option(help="Config key to drop although it is unknown here; may be repeated.")
+    ] = None,
+    revision: Annotated[str | None, typer.Option(help="Revision of the source on the Hub.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the destination.")] = False,
+) -> None:
+    """Convert a drafter between the published formats; prints every key that changes."""
+    with one_sentence_errors(), warnings_as_notices():
+        require_folders(source, *([target] if target is not None else []))
+        report = convert(
+            source, destination, to=to, target=target, force=force, ignore=ignore or (), revision=revision
+        )
+    for line in report.lines():
+        typer.echo(line)
+
+
+@app.command("stage")
+def stage_command(
+    source: Annotated[str, typer.Argument(help="Name of a folder in hub_cards/, or a folder with a drafter.")],
+    repo_id: Annotated[
+        str | None, typer.Option(help="Id of the repository to be, stamped into its custom_generate/.")
+    ] = None,
+    tag: Annotated[str | None, typer.Option(help="Tag about to be created there.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder to write; by default dist/NAME.")] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Write nothing; recompute the stamp of the staged folder.")
+    ] = False,
+) -> None:
+    """Lay out a complete Hub repository of a drafter; exit code 3: the stamp of one does not hold."""
+    with one_sentence_errors(), warnings_as_notices():
+        if verify:
+            folder = output or staged_folder(source)
+            try:
+                stamp = verify_stamp(folder)
+            except StampError as error:
+                typer.echo(f"Error: {error}", err=True)
+                raise typer.Exit(3) from None
+            typer.echo(f"{folder} is {stamp['DRAFTER_ID']} at {stamp['DRAFTER_REVISION']}.")
+            return
+        folder, report = stage(source, repo_id=repo_id, tag=tag, output=output)
+    for line in report.lines():
+        typer.echo(line)
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            typer.echo(f"{path.stat().st_size:>14,}  {path.relative_to(folder).as_posix()}")
+    if repo_id is None:
+        typer.echo("Not stamped: its custom_generate/ needs assistant_model=; give --repo-id and --tag.", err=True)
 
 
 def drafter_facts(repo: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import torch
 from transformers import StoppingCriteriaList, StopStringCriteria
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from .cache_domino import cache_keyword, cache_of, empty_filled_cache
+from .cache_domino import cache_keyword, cache_of, empty_filled_cache, without_sliding_layers
 from .loop_domino import DecodeLoop
 from .record_domino import Step
 from .target_domino import TargetView, check_movable_rows
@@ -159,6 +159,7 @@ def _decoding_method(
     if tree is not None:
         check_movable_rows(model, cache, what="Draft trees")
     empty_filled_cache(cache, input_ids, model_kwargs, generation_config)
+    cache = without_sliding_layers(cache)
     if input_ids.shape[0] > 1:
         check_movable_rows(model, cache, what="Batches")
         if tree is not None or cache.get_seq_length() > 0:

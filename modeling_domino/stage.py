@@ -26,6 +26,10 @@ STAMP = Path("custom_generate", "stamp.py")
 CARD_FILES = ("README.md", "LICENSE", "NOTICE")
 
 
+class StampError(ValueError):
+    """A staged folder is not what its stamp says."""
+
+
 def stage(
     source: str,
     *,
@@ -53,7 +57,7 @@ def stage(
     if repo_id is not None:
         validate_repo_id(repo_id)
     if output is None:
-        output = _checkout() / "dist" / (repo_id or folder.name).split("/")[-1]
+        output = _dist() / (repo_id or folder.name).split("/")[-1]
     if output.exists() and not (output / "config.json").is_file():
         raise ValueError(f"Staging replaces only a folder with a config.json, got {output}; choose another --output.")
     with written_at_once(output) as work:
@@ -83,6 +87,11 @@ def source_folder(source: str) -> Path:
     )
 
 
+def staged_folder(source: str) -> Path:
+    """The folder that staging `source` wrote: `source` itself if it is one, or the one of that name in dist/."""
+    return Path(source) if (Path(source) / STAMP).is_file() else _dist() / Path(source).name
+
+
 def stamp_text(folder: Path, repo_id: str, tag: str) -> str:
     """The stamp of a staged folder."""
     unstamped = ast.get_docstring(ast.parse((SHIM / "stamp.py").read_text()))
@@ -107,15 +116,15 @@ def verify_stamp(folder: Path) -> dict[str, str | None]:
         `dict`: the stamp's values.
 
     Raises:
-        ValueError: if the folder is not stamped, or a file changed since.
+        StampError: if the folder is not stamped, or a file changed since.
     """
     if not (folder / STAMP).is_file():
-        raise ValueError(f"{folder} must be a staged folder, it has no {STAMP.as_posix()}; run `domino stage` first.")
+        raise StampError(f"{folder} must be a staged folder, it has no {STAMP.as_posix()}; run `domino stage` first.")
     stamp = read_stamp(folder)
     if stamp["DRAFTER_ID"] is None:
-        raise ValueError(f"{folder} is not stamped; stage it with --repo-id ORG/NAME.")
+        raise StampError(f"{folder} is not stamped; stage it with --repo-id ORG/NAME.")
     if (folder / STAMP).read_text() != stamp_text(folder, stamp["DRAFTER_ID"], stamp["DRAFTER_REVISION"]):
-        raise ValueError(f"Files of {folder} changed after it was stamped; stage it again.")
+        raise StampError(f"Files of {folder} changed after it was stamped; stage it again.")
     return stamp
 
 
@@ -129,7 +138,7 @@ def files_sha256(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def _checkout() -> Path:
+def _dist() -> Path:
     if not (CHECKOUT / "pyproject.toml").is_file():
-        raise ValueError("`domino stage` writes to dist/ of a checkout and this package is installed; pass --output.")
-    return CHECKOUT
+        raise ValueError("`domino stage` works on dist/ of a checkout and this package is installed; pass --output.")
+    return CHECKOUT / "dist"

@@ -12,8 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from modeling_domino import DominoConfig, DominoDraftModel, loop_domino, plug_domino
 from modeling_domino.drafting_domino import draft_chain
@@ -176,3 +179,20 @@ def generate_loop(target, drafter, input_ids=None, **kwargs):
 
 
 PATHS = {"stock": generate_stock, "loop": generate_loop}
+
+
+def tiny_tokenizer(vocab_size: int = 64):
+    """A word tokenizer with a chat template: letters are words, the rest of the vocabulary is `w<id>`."""
+    words = ["<pad>", "<user>", "<assistant>", "<end>", *"abcdefghijklmnopqrstuvwxyz"]
+    words += [f"w{i}" for i in range(len(words), vocab_size)]
+    backend = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
+    backend.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<pad>",
+        eos_token="<end>",
+        chat_template=(
+            "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} <end> {% endfor %}"
+            "{% if add_generation_prompt %}<assistant> {% endif %}"
+        ),
+    )

@@ -85,6 +85,57 @@ def tiny_gemma(**config):
     return fill(transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**{**fields, **config})))
 
 
+TEXT = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+IMAGE = {"image_size": 8, "patch_size": 4}
+
+
+def qwen3_vl():
+    text = {**TEXT, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+    vision.update(deepstack_visual_indexes=[0], num_position_embeddings=16)
+    return transformers.Qwen3VLForConditionalGeneration(
+        transformers.Qwen3VLConfig(text_config=text, vision_config=vision)
+    )
+
+
+def llava():
+    config = transformers.LlavaConfig(
+        text_config=transformers.LlamaConfig(**TEXT),
+        vision_config=transformers.CLIPVisionConfig(**VISION, **IMAGE),
+        image_token_index=60,
+    )
+    return transformers.LlavaForConditionalGeneration(config)
+
+
+def gemma3():
+    text = transformers.Gemma3TextConfig(**TEXT, sliding_window=16, query_pre_attn_scalar=8)
+    config = transformers.Gemma3Config(text_config=text, vision_config={**VISION, **IMAGE})
+    return transformers.Gemma3ForConditionalGeneration(config)
+
+
+@pytest.mark.parametrize("build", [qwen3_vl, llava, gemma3])
+def test_a_vision_language_target_fits_with_a_text_prompt(build):
+    """Its text model, embeddings and output head are found; Gemma 3 also slides over 16 tokens and scales its rows."""
+    target = fill(build())
+    drafter = tiny_drafter(target)
+    ids = prompt(6, vocab_size=50)
+    expected = target.generate(ids, max_new_tokens=20, do_sample=False)
+    assert torch.equal(target.generate(ids, assistant_model=drafter, max_new_tokens=20, do_sample=False), expected)
+    assert torch.equal(drafter.spec_generate(target, ids, 20), expected)
+
+
 # ---- the mask token's row
 
 

@@ -132,9 +132,7 @@ def spread_taps(depth: int, number: int = 5) -> list[int]:
 
 def with_new_head(drafter: DominoDraftModel, pair: PairArguments) -> DominoDraftModel:
     """A Domino drafter with the backbone of a DFlash drafter and a new head whose correction starts at zero."""
-    fields = {k: v for k, v in drafter.config.to_dict().items() if k not in ("dflash_config", "auto_map")}
-    fields.pop("rope_theta", None)
-    fields.pop("rope_scaling", None)
+    fields = _own_fields(drafter.config)
     fields.update(
         projector_type="domino",
         gru_hidden_dim=pair.gru_hidden_dim,
@@ -145,6 +143,24 @@ def with_new_head(drafter: DominoDraftModel, pair: PairArguments) -> DominoDraft
     headed.load_state_dict(drafter.state_dict(), strict=False)
     torch.nn.init.zeros_(headed.embed_proj[-1].weight)
     return headed
+
+
+def without_head(drafter: DominoDraftModel) -> DominoDraftModel:
+    """A DFlash drafter with the backbone of a Domino drafter."""
+    fields = _own_fields(drafter.config)
+    fields.update(projector_type=None, gru_hidden_dim=None, emb_dim=None, pure_draft_prefix_len=0)
+    bare = DominoDraftModel(DominoConfig(**fields))
+    backbone = {name: tensor for name, tensor in drafter.state_dict().items() if name in bare.state_dict()}
+    bare.load_state_dict(backbone)
+    return bare.to(drafter.device)
+
+
+def _own_fields(config: DominoConfig) -> dict:
+    """The constructor's arguments that make `config` again."""
+    fields = config.to_dict()
+    for key in ("dflash_config", "auto_map", "rope_theta", "rope_scaling"):
+        fields.pop(key, None)
+    return fields
 
 
 def check_mask_token(config: DominoConfig, target) -> None:

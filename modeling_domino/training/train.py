@@ -66,7 +66,10 @@ def run(
     A run that was cut off goes on from its last complete checkpoint when it is started again.
     """
     started = time.time()
-    trainer, splits = build_trainer(args, pair, data)
+    target, tokenizer = load_target(pair, bf16=args.bf16, device=args.device)
+    drafter = load_drafter(pair, target, seed=args.seed)
+    train_samples, eval_samples = load_samples(data, tokenizer, args, target)
+    trainer = make_trainer(args, drafter, target, train_samples, eval_samples)
     checkpoint = args.resume_from_checkpoint or last_checkpoint(args.output_dir)
     if checkpoint:
         logger.warning("Going on from %s.", checkpoint)
@@ -74,8 +77,8 @@ def run(
     record = {
         "command": command,
         "pair": asdict(pair),
-        "samples": {"train": len(splits[0]), "eval": len(splits[1])},
-        "answer_tokens": sum(len(s.ids) - s.prompt_length for s in splits[0]),
+        "samples": {"train": len(train_samples), "eval": len(eval_samples)},
+        "answer_tokens": sum(len(sample.ids) - sample.prompt_length for sample in train_samples),
         "seconds": round(time.time() - started, 1),
         "threads": torch.get_num_threads(),
         "best_checkpoint": trainer.state.best_model_checkpoint and Path(trainer.state.best_model_checkpoint).name,
@@ -88,23 +91,27 @@ def run(
     return record
 
 
-def build_trainer(
-    args: DominoTrainingArguments, pair: PairArguments, data: DataArguments
-) -> tuple[DominoTrainer, tuple[list[Sample], list[Sample]]]:
-    """The trainer of a run, and its training and evaluation samples."""
-    target, tokenizer = load_target(pair, bf16=args.bf16, device=args.device)
-    drafter = load_drafter(pair, target, seed=args.seed)
-    samples = read_samples(
-        data.train_data, tokenizer, max_length=args.max_length, vocab_size=drafter.config.vocab_size
-    )
+def load_samples(
+    data: DataArguments, tokenizer, args: DominoTrainingArguments, target
+) -> tuple[list[Sample], list[Sample]]:
+    """Training and evaluation samples."""
+    vocab_size = target.get_input_embeddings().num_embeddings
+    samples = read_samples(data.train_data, tokenizer, max_length=args.max_length, vocab_size=vocab_size)
     train_samples, eval_samples = split_samples(samples, data.eval_samples)
     if data.max_per_source:
         train_samples = limit_sources(train_samples, data.max_per_source)
     if data.train_fraction < 1.0:
         train_samples = train_samples[: max(1, round(len(train_samples) * data.train_fraction))]
+    return train_samples, eval_samples
+
+
+def make_trainer(
+    args: DominoTrainingArguments, drafter, target, train_samples: list[Sample], eval_samples: list[Sample]
+) -> DominoTrainer:
+    """The trainer of `drafter` for `target`."""
     scored = rank_tokens(train_samples)[: args.score_vocab] if args.score_vocab else None
     model = DominoTrainingModel(drafter, target, args, scored)
-    return DominoTrainer(model, args, train_samples, eval_samples), (train_samples, eval_samples)
+    return DominoTrainer(model, args, train_samples, eval_samples)
 
 
 def export(drafter, folder: str | Path, record: dict) -> None:
