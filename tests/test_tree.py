@@ -251,7 +251,7 @@ def test_sampled_text_follows_the_targets_law():
         third = (target(triples).logits[:, -1] / 0.8).softmax(dim=-1).view(6, 6, 6)
     law = first[:, None, None] * second[:, :, None] * third
     torch.manual_seed(0)
-    samples, counts = 600, torch.zeros(6, 6, 6)
+    samples, counts = 300, torch.zeros(6, 6, 6)
     options = {"max_new_tokens": 3, "do_sample": True, "temperature": 0.8, "top_k": 0, "tree": TreeShape(nodes=5)}
     for _ in range(samples):
         counts[tuple(generate_loop(target, drafter, ids, **options)[0, 3:].tolist())] += 1
