@@ -50,7 +50,9 @@ clean:
 
 .venv/stamp-dev: .venv/stamp-demo
 	$(PIP) -e ".[dev]"
-	$(PIP) --no-deps specforge==0.2.0
+	$(PIP) --no-deps specforge==0.2.0 speculators==0.9.0 loguru==0.7.3
+	# Read, never imported; its wheel is for Linux only.
+	$(PIP) --no-deps sglang==0.5.23 || test "$$CI" != true
 	touch $@
 
 # A peer environment holds only another transformers and what it pins; the rest is read from .venv behind it.

@@ -6,6 +6,7 @@ one JSON object. Exit codes: 0 ok (`check`: the pair fits), 1 it does not fit, 2
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import os
@@ -26,6 +27,22 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import cached_file, logging
 
 from modeling_domino import DominoConfig, DominoDraftModel
+from modeling_domino.benchmark.prompts import TASKS, Prompt, load_prompts, tasks_of_folder
+from modeling_domino.benchmark.report import write_report
+from modeling_domino.benchmark.run import (
+    PAPER,
+    Models,
+    Settings,
+    comparable,
+    deviations,
+    first_difference,
+    machine_facts,
+    models_facts,
+    run_benchmark,
+    shard_of_process,
+    wait_for_all,
+)
+from modeling_domino.benchmark.summary import METHODS
 from modeling_domino.convert import FORMATS, convert
 from modeling_domino.default_pair import (
     default_target_folder,
@@ -39,6 +56,7 @@ from modeling_domino.record_domino import Run
 from modeling_domino.render import TextPieces, classify_round, draw_legend, draw_round, draw_text
 from modeling_domino.stage import StampError, stage, staged_folder, verify_stamp
 from modeling_domino.target_domino import check_pair
+from modeling_domino.tree_domino import TreeShape
 
 
 app = typer.Typer(
@@ -54,6 +72,9 @@ DEMO_PROMPT = "How many positive whole-number divisors does 196 have?"
 HEAD_PARAMETERS = ("prefix_gru.", "embed_proj.")
 WARM_UP_TOKENS = 4
 
+# Training reads its arguments itself: transformers' `TrainingArguments` and ours.
+PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="Most tokens to generate.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON line last.")]
 Rounds = Annotated[
@@ -67,7 +88,7 @@ def one_sentence_errors() -> Iterator[None]:
     logging.disable_progress_bar()
     try:
         yield
-    except (ValueError, OSError, ImportError, SafetensorError, StrictDataclassError) as error:
+    except (ValueError, OSError, ImportError, FloatingPointError, SafetensorError, StrictDataclassError) as error:
         typer.echo(f"Error: {first_sentence(error)}", err=True)
         raise typer.Exit(2) from None
 
@@ -244,6 +265,189 @@ def stage_command(
             typer.echo(f"{path.stat().st_size:>14,}  {path.relative_to(folder).as_posix()}")
     if repo_id is None:
         typer.echo("Not stamped: its custom_generate/ needs assistant_model=; give --repo-id and --tag.", err=True)
+
+
+@app.command("train", context_settings=PASSED_ON, add_help_option=False)
+def train_command(context: typer.Context) -> None:
+    """Train a drafter on the target's own answers; `domino train --help` lists every argument."""
+    run_training("train", context.args)
+
+
+@app.command("regenerate", context_settings=PASSED_ON, add_help_option=False)
+def regenerate_command(context: typer.Context) -> None:
+    """Have the target answer prompts, as training data."""
+    run_training("regenerate", context.args)
+
+
+@app.command("ablate", context_settings=PASSED_ON, add_help_option=False)
+def ablate_command(context: typer.Context) -> None:
+    """Train several arms of the recipe on one budget, and compare them."""
+    run_training("ablate", context.args)
+
+
+def run_training(name: str, arguments: list[str]) -> None:
+    """Runs a module of `modeling_domino.training`, which reads its own arguments."""
+    with one_sentence_errors():
+        module = importlib.import_module(f"modeling_domino.training.{name}")
+        module.main(arguments)
+
+
+@app.command()
+def bench(
+    out: Annotated[Path, typer.Option(help="Folder of the records; a run that was cut short goes on there.")],
+    target: Annotated[
+        str | None, typer.Option(help="Hub id or folder of the target; by default the default pair.")
+    ] = None,
+    drafter: Annotated[str | None, typer.Option(help="Hub id or folder of the drafter.")] = None,
+    prompts: Annotated[
+        str, typer.Option(help="Folder with TASK.jsonl files, dev (small samples in the package) or hub.")
+    ] = "dev",
+    tasks: Annotated[str | None, typer.Option(help="Tasks, comma-separated; by default all.")] = None,
+    max_samples: Annotated[int | None, typer.Option(min=1, help="Most prompts of a task.")] = None,
+    methods: Annotated[str, typer.Option(help=f"Of {', '.join(METHODS)}; plain is always run.")] = "plain,chain,tree",
+    temperatures: Annotated[str | None, typer.Option(help="Comma-separated; by default 0.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens an answer; by default 256.")] = None,
+    preset: Annotated[str | None, typer.Option(help="paper: the papers' set-up; deviations are printed.")] = None,
+    assistant: Annotated[str | None, typer.Option(help="A small language model for the method assistant.")] = None,
+    dflash: Annotated[str | None, typer.Option(help="A second drafter, for the method dflash.")] = None,
+    rule: Annotated[str | None, typer.Option(help="Accept rule of sampled chains.")] = None,
+    verify_width: Annotated[int | None, typer.Option(min=1, help="Most drafts to verify per round.")] = None,
+    tree_nodes: Annotated[int, typer.Option(min=1, help="Drafts of a tree.")] = TreeShape.nodes,
+    tree_lanes: Annotated[int, typer.Option(min=1, help="Paths extended at each depth.")] = TreeShape.lanes,
+    tree_candidates: Annotated[int, typer.Option(min=1, help="Tokens corrected per depth.")] = TreeShape.candidates,
+    tree_children: Annotated[int, typer.Option(min=1, help="Continuations noted per path.")] = TreeShape.children,
+    lookup_tokens: Annotated[int, typer.Option(min=1, help="Drafts of prompt-lookup.")] = 10,
+    seed: Annotated[int, typer.Option(help="Of every generation, and of the choice among Hub prompts.")] = 0,
+    thinking: Annotated[bool, typer.Option("--thinking", help="Chat template with thinking on.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Prompts as they are, without a chat template.")] = False,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, or auto: float32 on a CPU.")] = "auto",
+    device: Annotated[str, typer.Option(help="cpu, cuda, ..., or auto.")] = "auto",
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Allow the target's own code.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Measure methods on prompts and write raw records and a report; several processes by `accelerate launch`."""
+    with one_sentence_errors():
+        plan = benchmark_plan(
+            preset,
+            tasks=tasks,
+            prompts=prompts,
+            temperatures=temperatures,
+            max_new_tokens=max_new_tokens,
+            max_samples=max_samples,
+            thinking=thinking,
+            raw=raw,
+            rule=rule,
+            verify_width=verify_width,
+        )
+        loaded = {
+            task: load_prompts(task, plan["prompts"], max_samples=max_samples, seed=seed) for task in plan["tasks"]
+        }
+        settings = Settings(
+            **{name: plan[name] for name in ("max_new_tokens", "thinking", "raw", "rule", "verify_width")},
+            seed=seed,
+            tree=TreeShape(tree_nodes, tree_lanes, tree_candidates, tree_children),
+            lookup_tokens=lookup_tokens,
+        )
+        shard = shard_of_process()
+        pair = load_pair(target, drafter, *resolve_device(device, dtype), trust_remote_code=trust_remote_code)
+        if shard[0] == 0:
+            introduce(pair)
+        summary = benchmark_pair(
+            pair,
+            loaded,
+            methods.split(","),
+            plan["temperatures"],
+            settings,
+            out,
+            assistant=assistant,
+            dflash=dflash,
+            deviations=deviations(plan) if preset else [],
+            shard=shard,
+        )
+    if summary is not None:
+        typer.echo((out / "report.md").read_text())
+        if as_json:
+            typer.echo(json.dumps(summary))
+
+
+@app.command("report")
+def report_command(
+    folder: Annotated[Path, typer.Argument(help="Folder of a benchmark's records.")],
+    as_json: AsJson = False,
+) -> None:
+    """Rebuild a benchmark's tables, plots and summary from its records; runs no model."""
+    with one_sentence_errors():
+        summary = write_report(folder)
+    typer.echo((folder / "report.md").read_text())
+    if as_json:
+        typer.echo(json.dumps(summary))
+
+
+def benchmark_plan(preset: str | None, *, tasks: str | None, temperatures: str | None, **chosen) -> dict[str, Any]:
+    """What is measured: the options given, then the preset, then the defaults."""
+    if preset not in (None, "paper"):
+        raise ValueError(f"There is no preset {preset}; known: paper.")
+    plan: dict[str, Any] = dict(PAPER) if preset else {"temperatures": [0.0], "max_new_tokens": 256}
+    defaults = {"prompts": "dev", "thinking": False, "raw": False}
+    plan.update({n: v for n, v in chosen.items() if not preset or (v is not None and v != defaults.get(n))})
+    if plan["max_new_tokens"] is None:
+        plan["max_new_tokens"] = 256
+    if temperatures is not None:
+        try:
+            plan["temperatures"] = [float(word) for word in temperatures.split(",")]
+        except ValueError:
+            raise ValueError(f"`--temperatures` takes numbers separated by commas, got {temperatures}.") from None
+    if tasks is not None:
+        plan["tasks"] = tasks.split(",")
+    elif not preset:
+        plan["tasks"] = list(TASKS) if plan["prompts"] == "hub" else tasks_of_folder(plan["prompts"])
+    return plan
+
+
+def benchmark_pair(
+    pair: Pair,
+    tasks: dict[str, list[Prompt]],
+    methods: list[str],
+    temperatures: list[float],
+    settings: Settings,
+    out: Path,
+    *,
+    assistant: str | None,
+    dflash: str | None,
+    deviations: list[str],
+    shard: tuple[int, int],
+) -> dict[str, Any] | None:
+    """Measures a pair and writes the report; the summary, or `None` in a process that is not the first."""
+    require_folders(assistant, dflash)
+    device, dtype = pair.target.device, pair.target.dtype
+    weights, models = dict(pair.weights), Models(pair.target, pair.tokenizer, pair.drafter)
+    if assistant is not None:
+        models.assistant = AutoModelForCausalLM.from_pretrained(assistant, dtype=dtype).to(device).eval()
+        weights["assistant"] = folder_of(assistant)
+    if dflash is not None:
+        models.dflash = DominoDraftModel.from_pretrained(dflash, dtype=dtype).to(device).eval()
+        weights["dflash"] = folder_of(dflash)
+    for line in deviations:
+        typer.echo(f"Deviation from the papers: {line}", err=True)
+    session = provenance(device=device, dtype=dtype, weights=weights)
+    session |= {"deviations": deviations, **machine_facts(models)}
+    about = {**models_facts(models), "trained": pair.trained, **comparable(session)}
+    run_benchmark(
+        models,
+        tasks,
+        methods,
+        temperatures,
+        settings,
+        out,
+        about=about,
+        session=session,
+        shard=shard,
+        notify=lambda line: typer.echo(line, err=True),
+    )
+    wait_for_all(shard)
+    return write_report(out) if shard[0] == 0 else None
 
 
 def drafter_facts(repo: str) -> dict[str, Any]:
@@ -459,19 +663,6 @@ def timed(work: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
     return result, time.perf_counter() - start
-
-
-def first_difference(target, prompt_ids: torch.Tensor, plain: list[int], other: list[int]) -> dict[str, Any] | None:
-    """Where two greedy texts part, and how close the target's call was there; `None` if they are equal."""
-    if plain == other:
-        return None
-    position = next((i for i, (a, b) in enumerate(zip(plain, other)) if a != b), min(len(plain), len(other)))
-    if position == min(len(plain), len(other)):
-        return {"position": position, "logit_gap": None}
-    ids = torch.cat([prompt_ids, prompt_ids.new_tensor([plain[:position]])], dim=1)
-    with torch.no_grad():
-        logits = target(input_ids=ids).logits[0, -1].float()
-    return {"position": position, "logit_gap": round((logits[plain[position]] - logits[other[position]]).item(), 4)}
 
 
 def model_name(model) -> str:

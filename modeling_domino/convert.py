@@ -106,7 +106,8 @@ def convert(
         source (`str` or `Path`): a folder or a Hub id, in any published format.
         destination (`str` or `Path`): the folder to write; it must not exist.
         to (`str`): "ours", "flat" (what SGLang loads), "specforge" or "speculators".
-        target (`str`, *optional*): folder or Hub id of the target; "speculators" stores its embeddings and output head.
+        target (`str`, *optional*): folder or Hub id of the target: the pair is checked, the config names it, and
+            "speculators" stores its embeddings and output head.
         force (`bool`): replace `destination` if it holds a checkpoint.
         ignore: config keys to drop although they are unknown here.
         revision (`str`, *optional*): of the source on the Hub.
@@ -126,8 +127,8 @@ def convert(
     report = Report(str(source), str(destination), to)
     tensors = _read_tensors(folder, report)
     config = _read_config(raw, tensors, set(ignore))
-    if target is not None and not Path(target).exists():
-        config.target_model = target
+    if target is not None:
+        _fit_to_target(config, target)
     _check_tensors(source, config, tensors)
     report.left = sorted(
         path.name
@@ -212,6 +213,20 @@ def _read_config(raw: dict[str, Any], tensors: dict[str, torch.Tensor], ignore: 
     return config
 
 
+def _fit_to_target(config: DominoConfig, target: str) -> None:
+    """Checks the pair and writes into the config what the drafter shares with its target."""
+    target_config = AutoConfig.from_pretrained(target)
+    with torch.device("meta"):
+        check_pair(AutoModelForCausalLM.from_config(target_config), config)
+    text_config = target_config.get_text_config()
+    config.num_target_layers = text_config.num_hidden_layers
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        # Pipelines compare them.
+        setattr(config, key, getattr(text_config, key, None))
+    if not Path(target).exists():
+        config.target_model = target
+
+
 def _check_tensors(source: str | Path, config: DominoConfig, tensors: dict[str, torch.Tensor]) -> None:
     expected = _empty_model(config).state_dict()
     require_tensors(
@@ -292,9 +307,6 @@ def _write_speculators(work: Path, config: DominoConfig, tensors: dict[str, torc
             "The speculators format stores the target's embeddings and output head; name it with --target."
         )
     _require_no_bias(config, "speculators")
-    target_config = AutoConfig.from_pretrained(target)
-    with torch.device("meta"):
-        check_pair(AutoModelForCausalLM.from_config(target_config), config)
     named = {}
     for name, tensor in tensors.items():
         new = f"domino_head.{name}" if name.startswith(HEAD_PREFIXES) else name
@@ -314,7 +326,7 @@ def _write_speculators(work: Path, config: DominoConfig, tensors: dict[str, torc
             "default_proposal_method": "greedy",
             "verifier": {
                 "name_or_path": config.target_model or Path(target).name,
-                "architectures": list(target_config.architectures or []),
+                "architectures": AutoConfig.from_pretrained(target).architectures or [],
             },
         },
         "transformer_layer_config": _backbone_config(config),

@@ -105,3 +105,12 @@ def test_logits_and_drafts_agree(shift_label, prefix_len, drawn):
         clock=StageClock(torch.device("cpu")),
     )
     assert torch.equal(chain.ids, peer._sample_draft_tokens(target, hidden, block.clone()))
+
+
+def test_a_missing_peer_fails_under_ci_and_skips_elsewhere(monkeypatch):
+    monkeypatch.setenv("CI", "true")
+    with pytest.raises(ModuleNotFoundError):
+        require_peer("no_such_peer")
+    monkeypatch.delenv("CI")
+    with pytest.raises(pytest.skip.Exception, match="no_such_peer is not installed"):
+        require_peer("no_such_peer")

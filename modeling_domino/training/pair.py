@@ -59,6 +59,15 @@ def load_target(pair: PairArguments, *, bf16: bool, device: torch.device):
     return target, AutoTokenizer.from_pretrained(pair.target)
 
 
+def load_tokenizer(target: str):
+    """The tokenizer of a target, without its weights."""
+    if target == "default":
+        from ..default_pair import default_target_folder
+
+        target = default_target_folder()
+    return AutoTokenizer.from_pretrained(target)
+
+
 def load_drafter(pair: PairArguments, target, *, seed: int) -> DominoDraftModel:
     """The drafter to train, in fp32: new, or read from `init_from`."""
     if pair.init_from and not Path(pair.init_from).exists() and pair.init_from.startswith((".", "/")):

@@ -10,21 +10,25 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
+from transformers import HfArgumentParser
 
 from ..provenance import provenance
 from .data import render_prompt
+from .pair import PairArguments, load_target, load_tokenizer
 
 
 SETTINGS_FILE = "regenerate.json"
+THINKING = {"template": None, "on": True, "off": False}
 
 # Ids of an answer and why it ended ("eos" or "length").
 Answer = tuple[list[int], str]
@@ -250,3 +254,60 @@ def _write_shard(path: Path, rows: list[dict[str, Any]]) -> None:
 def _chunks(items: list[int], size: int) -> Iterator[list[int]]:
     for start in range(0, len(items), size):
         yield items[start : start + size]
+
+
+@dataclass
+class RegenerateArguments:
+    """Arguments of the command.
+
+    Args:
+        prompts (`str`): JSONL file with `id` and `turns`, or a dataset on the Hub.
+        output (`str`): folder of the shards.
+        target (`str`): as for `domino train`.
+        url (`str`, *optional*): an OpenAI-compatible server (ends in /v1) that answers instead of this process.
+        model (`str`, *optional*): the server's name of the target.
+        thinking (`str`): "template" (its default), "on" or "off".
+    """
+
+    prompts: str = field(metadata={"help": "JSONL file with id and turns, or a dataset on the Hub."})
+    output: str = field(metadata={"help": "Folder of the shards."})
+    target: str = field(default="default", metadata={"help": "Hub id or folder; 'default' for SmolLM2-135M-Instruct."})
+    url: str | None = field(default=None, metadata={"help": "OpenAI-compatible server, ends in /v1."})
+    model: str | None = field(default=None, metadata={"help": "The server's name of the target."})
+    column: str = field(default="prompt", metadata={"help": "Column of a Hub dataset."})
+    split: str = field(default="train", metadata={"help": "Split of a Hub dataset."})
+    limit: int | None = field(default=None, metadata={"help": "Most prompts."})
+    max_new_tokens: int = field(default=256, metadata={"help": "Cap of an answer."})
+    temperature: float = field(default=0.0, metadata={"help": "0 for greedy answers."})
+    thinking: str = field(default="template", metadata={"help": "template, on or off."})
+    seed: int = field(default=0, metadata={"help": "Of sampled answers."})
+    shard_size: int = field(default=256, metadata={"help": "Prompts of a shard."})
+    batch_size: int = field(default=32, metadata={"help": "Prompts answered at once."})
+    dtype: str = field(default="float32", metadata={"help": "dtype of the target in this process."})
+
+
+def main(argv: list[str] | None = None) -> list[Path]:
+    """Answers prompts as the command line says; returns the shards."""
+    argv = sys.argv[1:] if argv is None else argv
+    # The first argument may be given without its name.
+    if argv and not argv[0].startswith("-"):
+        argv = ["--prompts", *argv]
+    parser = HfArgumentParser(RegenerateArguments, prog="domino regenerate")
+    (args,) = parser.parse_args_into_dataclasses(argv)
+    if args.thinking not in THINKING:
+        raise ValueError(f"`thinking` must be one of {', '.join(THINKING)}, got {args.thinking!r}.")
+    decoding = Decoding(args.target, args.max_new_tokens, args.temperature, THINKING[args.thinking], args.seed)
+    prompts = read_prompts(args.prompts, column=args.column, split=args.split, limit=args.limit)
+    if args.url:
+        tokenizer = load_tokenizer(args.target)
+        answer = answer_by_server(args.url, args.model or args.target, tokenizer, decoding, parallel=args.batch_size)
+    else:
+        device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+        pair = PairArguments(target=args.target, target_dtype=args.dtype)
+        target, tokenizer = load_target(pair, bf16=False, device=device)
+        answer = answer_in_process(target, tokenizer, decoding, batch_size=args.batch_size)
+    return regenerate(prompts, args.output, answer, tokenizer, decoding, shard_size=args.shard_size)
+
+
+if __name__ == "__main__":
+    main()
