@@ -34,7 +34,9 @@ class DraftChain:
         """The recorded details of one sequence, named as the fields of a `Step`; empty if none were asked for."""
         if self.base_ids is None:
             return {}
-        return {name: getattr(self, name)[row].tolist() for name in ("base_ids", "probabilities", "base_probabilities")}
+        return {
+            name: getattr(self, name)[row].tolist() for name in ("base_ids", "probabilities", "base_probabilities")
+        }
 
 
 def draft_chain(

@@ -13,7 +13,7 @@ import torch
 from transformers import StoppingCriteriaList, StopStringCriteria
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from .cache_domino import cache_keyword, cache_of, empty_filled_cache, without_sliding_layers
+from .cache_domino import cache_keyword, cache_of, check_cache, empty_filled_cache, without_sliding_layers
 from .loop_domino import DecodeLoop
 from .record_domino import Step
 from .target_domino import TargetView, check_movable_rows
@@ -42,7 +42,8 @@ def stream(
         input_ids: the prompt, `[1, S]`.
         rule (`str`, *optional*): "greedy" at temperature 0. When sampling, "block" (the default for chains),
             "speculative" or "match" (the default for trees, and their only one).
-        verify_width (`int`, *optional*): most drafts to verify per round; by default all of a block.
+        verify_width (`int`, *optional*): most drafts to verify per round; by default all of a block, and 0 turns drafting
+            off: plain decoding by our loop.
         tree (`TreeShape` or `int`, *optional*): draft a tree of that shape, or of so many nodes, instead of a chain.
         streamer (`BaseStreamer`, *optional*): gets the prompt, then the tokens of each step.
         generate_kwargs: everything `target.generate` takes (`attention_mask`, `max_new_tokens`, `do_sample`,
@@ -153,8 +154,7 @@ def _decoding_method(
         raise ValueError(f"Speculative decoding has no beams, got num_beams={generation_config.num_beams}; use 1.")
     keyword = cache_keyword(model)
     cache = cache_of(model_kwargs, keyword)
-    if cache is None or not model_kwargs.get("use_cache", True):
-        raise ValueError("Speculative decoding needs the target's cache; call with use_cache=True.")
+    check_cache(cache if model_kwargs.get("use_cache", True) else None)
     tree = TreeShape(nodes=tree) if isinstance(tree, int) else tree
     if tree is not None:
         check_movable_rows(model, cache, what="Draft trees")
@@ -180,7 +180,7 @@ def _decoding_method(
         criteria=stopping_criteria,
         generation_config=generation_config,
         rule=resolve_rule(rule, generation_config.do_sample, sampled=sampled, tree=tree is not None),
-        width=resolve_width(verify_width, drafter.config),
+        width=resolve_width(verify_width, drafter.config, least=0),
         tree=tree,
     )
 
@@ -203,10 +203,10 @@ def resolve_rule(rule: str | None, do_sample: bool, *, sampled: str, tree: bool 
     return rule
 
 
-def resolve_width(verify_width: int | None, config) -> int:
+def resolve_width(verify_width: int | None, config, *, least: int = 1) -> int:
     """How many drafts a round verifies at most."""
     if verify_width is None:
         return config.num_draft_tokens
-    if verify_width < 1:
-        raise ValueError(f"The verify width must be at least 1, got {verify_width}.")
+    if verify_width < least:
+        raise ValueError(f"The verify width must be at least {least}, got {verify_width}.")
     return min(verify_width, config.num_draft_tokens)

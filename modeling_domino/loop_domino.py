@@ -105,6 +105,7 @@ class DecodeLoop:
         self.ids = input_ids.new_zeros(batch, max(self.max_length, prompt) + drafter.config.block_size + 1)
         self.ids[:, :prompt] = input_ids
         # Columns of the target's cache: those the caller filled, which the drafter does not have, then prompt and text.
+        # A static cache counts in a tensor of its own, which moves on.
         self.offset = self.columns = int(cache.get_seq_length())
         self.prompt_positions = position_ids[..., -prompt:].expand(*position_ids.shape[:-2], batch, prompt)
         self.anchor = self.anchor_positions = self.context = self.context_positions = None
@@ -301,6 +302,7 @@ class DecodeLoop:
             kwargs["logits_to_keep"] = num_logits
         if mask is None and self.mask is not None:
             mask = self.mask[:, : self.columns + input_ids.shape[1]]
+        self.taps.listen()
         return self.view.target(
             input_ids=input_ids, attention_mask=mask, position_ids=positions, use_cache=True, **kwargs
         )

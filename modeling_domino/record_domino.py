@@ -187,7 +187,7 @@ def _runs() -> weakref.WeakKeyDictionary:
 
 
 def set_last_runs(drafter, runs: list[Run]) -> None:
-    """Makes `runs` the last ones of `drafter` in this thread, one for each sequence of a batch."""
+    """Makes `runs` the last ones of `drafter` in this thread, one for each sequence of a batch; none forgets those before."""
     _runs()[drafter] = runs
 
 
