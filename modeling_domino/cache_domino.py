@@ -93,6 +93,21 @@ def cache_of(holder: Any, keyword: str) -> Any:
     return holder.get(keyword) if isinstance(holder, dict) else getattr(holder, keyword)
 
 
+def check_cache(cache: Any) -> None:
+    """Refuses a target cache that cannot give back the rows of rejected drafts.
+
+    Raises:
+        ValueError: without a cache, or with a quantised one.
+    """
+    if cache is None:
+        raise ValueError("Speculative decoding needs the target's cache; call with use_cache=True.")
+    if "Quantized" in type(cache).__name__:
+        raise ValueError(
+            f"Speculative decoding must take rejected tokens back, which a {type(cache).__name__} cannot; use the "
+            "default cache."
+        )
+
+
 def without_sliding_layers(cache: Any) -> Any:
     """The cache to decode with, where a full sliding layer cannot be cropped (before 5.14): an empty default cache is
     exchanged for one that keeps every row, as assisted decoding does itself; the mask still slides.

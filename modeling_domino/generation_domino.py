@@ -12,7 +12,7 @@ import torch
 from transformers import StoppingCriteriaList, StopStringCriteria
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from .cache_domino import cache_keyword, cache_of, empty_filled_cache, without_sliding_layers
+from .cache_domino import cache_keyword, cache_of, check_cache, empty_filled_cache, without_sliding_layers
 from .loop_domino import DecodeLoop
 from .record_domino import Step
 from .target_domino import TargetView, check_tree_target
@@ -41,7 +41,8 @@ def stream(
         input_ids: the prompt, `[1, S]`.
         rule (`str`, *optional*): "greedy" at temperature 0. When sampling, "block" (the default for chains),
             "speculative" or "match" (the default for trees, and their only one).
-        verify_width (`int`, *optional*): most drafts to verify per round; by default all of a block.
+        verify_width (`int`, *optional*): most drafts to verify per round; by default all of a block, and 0 turns drafting
+            off: plain decoding by our loop.
         tree (`TreeShape` or `int`, *optional*): draft a tree of that shape, or of so many nodes, instead of a chain.
         streamer (`BaseStreamer`, *optional*): gets the prompt, then the tokens of each step.
         generate_kwargs: everything `target.generate` takes (`attention_mask`, `max_new_tokens`, `do_sample`,
@@ -131,17 +132,16 @@ def _open_stream(
     """The decoding method: checks what can be checked, then hands back the running stream."""
     drafter.check_dtype()
     view = TargetView(model, drafter.config)
+    if generation_config.num_beams > 1:
+        raise ValueError(f"Speculative decoding has no beams, got num_beams={generation_config.num_beams}; use 1.")
     if input_ids.shape[0] != 1 or generation_config.num_return_sequences > 1:
         raise ValueError(
             f"The Domino loop decodes one sequence at a time, got a batch of {input_ids.shape[0]} with "
             f"num_return_sequences={generation_config.num_return_sequences}; call it once per prompt."
         )
-    if generation_config.num_beams > 1:
-        raise ValueError(f"Speculative decoding has no beams, got num_beams={generation_config.num_beams}; use 1.")
     keyword = cache_keyword(model)
     cache = cache_of(model_kwargs, keyword)
-    if cache is None or not model_kwargs.get("use_cache", True):
-        raise ValueError("Speculative decoding needs the target's cache; call with use_cache=True.")
+    check_cache(cache if model_kwargs.get("use_cache", True) else None)
     if tree is not None:
         tree = TreeShape(nodes=tree) if isinstance(tree, int) else tree
         check_tree_target(model, cache)
@@ -164,7 +164,7 @@ def _open_stream(
             sampled="block" if tree is None else "match",
             tree=tree is not None,
         ),
-        width=resolve_width(verify_width, drafter.config),
+        width=resolve_width(verify_width, drafter.config, least=0),
         tree=tree,
     )
     return loop.steps(step_streamer)
@@ -188,10 +188,10 @@ def resolve_rule(rule: str | None, do_sample: bool, *, sampled: str, tree: bool 
     return rule
 
 
-def resolve_width(verify_width: int | None, config) -> int:
+def resolve_width(verify_width: int | None, config, *, least: int = 1) -> int:
     """How many drafts a round verifies at most."""
     if verify_width is None:
         return config.num_draft_tokens
-    if verify_width < 1:
-        raise ValueError(f"The verify width must be at least 1, got {verify_width}.")
+    if verify_width < least:
+        raise ValueError(f"The verify width must be at least {least}, got {verify_width}.")
     return min(verify_width, config.num_draft_tokens)

@@ -88,7 +88,8 @@ class DecodeLoop:
         # Ids, mask and positions live in buffers of the final size: nothing is concatenated as the text grows. Rows
         # that the caller's cache already holds come before the ids and are counted by `offset`.
         prompt = input_ids.shape[1]
-        self.offset = cache.get_seq_length()
+        # A static cache counts in a tensor of its own, which moves on.
+        self.offset = int(cache.get_seq_length())
         size = max(self.max_length, prompt) + drafter.config.block_size + 1
         if tree is not None:
             size += tree.nodes
@@ -267,6 +268,7 @@ class DecodeLoop:
             kwargs["logits_to_keep"] = num_logits
         if mask is None and self.mask is not None:
             mask = self.mask[:, :end]
+        self.taps.listen()
         return self.view.target(
             input_ids=input_ids,
             attention_mask=mask,

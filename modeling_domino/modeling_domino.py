@@ -41,7 +41,10 @@ from .ops_domino import gru_step  # noqa: F401
 from .plug_domino import Attachment, candidate_generator, install_plug, run_assisted
 from .record_domino import Run, get_last_run
 from .taps_domino import TargetTaps  # noqa: F401
-from .target_domino import TargetView  # noqa: F401
+from .target_domino import (
+    TargetView,  # noqa: F401
+    check_pair,
+)
 from .tree_domino import DraftTree  # noqa: F401
 from .verification_domino import accept_match  # noqa: F401
 
@@ -392,6 +395,10 @@ class DominoDraftModel(DominoPreTrainedModel):
     # The protocol that the plug looks for.
     def _domino_assisted_decoding(self, original, target, *args, **kwargs):
         return run_assisted(self, original, target, *args, **kwargs)
+
+    def _domino_check_vocabulary(self, target):
+        if target.config.get_text_config().vocab_size != self.config.vocab_size:
+            check_pair(target, self.config)
 
     def _domino_get_candidate_generator(self, original, target, *args, **kwargs):
         return candidate_generator()

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextvars
 import functools
 import time
-from typing import Any
 
 import torch
 from transformers import (
@@ -28,7 +27,7 @@ from transformers import (
 )
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from .cache_domino import DominoCache, cache_keyword, cache_of, empty_filled_cache
+from .cache_domino import DominoCache, cache_keyword, cache_of, check_cache, empty_filled_cache
 from .drafting_domino import DraftChain, draft_chain
 from .generation_domino import resolve_rule, resolve_width
 from .record_domino import Run, StageClock, Step, set_last_run
@@ -37,6 +36,7 @@ from .target_domino import TargetView
 
 
 PATCHED = ("_get_candidate_generator", "_assisted_decoding")
+VALIDATION = "_validate_generation_mode"
 MARK = "_domino_original"
 # transformers fills `num_assistant_tokens` with this when the caller says nothing.
 UNSET_ASSISTANT_TOKENS = 20
@@ -63,12 +63,16 @@ def install_plug() -> None:
             )
         if not hasattr(original, MARK):
             setattr(GenerationMixin, name, _wrap(original))
+    # Only an error message depends on this one.
+    original = getattr(GenerationMixin, VALIDATION, None)
+    if original is not None and not hasattr(original, MARK):
+        setattr(GenerationMixin, VALIDATION, _wrap_validation(original))
 
 
 def remove_plug() -> None:
     """Restores the methods of `GenerationMixin`."""
-    for name in PATCHED:
-        original = getattr(getattr(GenerationMixin, name), MARK, None)
+    for name in (*PATCHED, VALIDATION):
+        original = getattr(getattr(GenerationMixin, name, None), MARK, None)
         if original is not None:
             setattr(GenerationMixin, name, original)
 
@@ -83,6 +87,21 @@ def _wrap(original):
             return serve(original, self, *args, **kwargs)
         _refuse_foreign(assistant_model)
         return original(self, *args, assistant_model=assistant_model, **kwargs)
+
+    setattr(wrapper, MARK, original)
+    return wrapper
+
+
+def _wrap_validation(original):
+    # Of a drafter with another vocabulary the core says that it needs a tokenizer, which helps nobody.
+    @functools.wraps(original)
+    def wrapper(self, *args, **kwargs):
+        for options in (*args, *kwargs.values()):
+            assistant = options.get("assistant_model") if isinstance(options, dict) else None
+            check = getattr(assistant, "_domino_check_vocabulary", None)
+            if check is not None:
+                check(self)
+        return original(self, *args, **kwargs)
 
     setattr(wrapper, MARK, original)
     return wrapper
@@ -107,11 +126,18 @@ def run_assisted(
 ):
     """Serves `_assisted_decoding` for a Domino drafter: prepares a generator, runs the core's loop, cleans up."""
     cache = cache_of(kwargs, cache_keyword(target))
-    _check_call(target, input_ids, cache)
+    if input_ids.shape[0] != 1:
+        raise ValueError(
+            f"transformers' assisted decoding takes one sequence at a time, got a batch of {input_ids.shape[0]}; call it "
+            "once per prompt."
+        )
+    check_cache(cache)
     empty_filled_cache(cache, input_ids, kwargs, generation_config)
     session = DominoCandidateGenerator(
         drafter, target, input_ids, logits_processor, stopping_criteria, generation_config
     )
+    # A run that fails shall not leave the statistics of the one before.
+    set_last_run(drafter, None)
     token = _SESSION.set(session)
     try:
         result = original(
@@ -139,21 +165,6 @@ def candidate_generator() -> DominoCandidateGenerator:
             "`drafter.spec_generate(target, input_ids)`."
         )
     return session
-
-
-def _check_call(target, input_ids: torch.Tensor, cache: Any) -> None:
-    if input_ids.shape[0] != 1:
-        raise ValueError(
-            f"transformers' assisted decoding takes one sequence at a time, got a batch of {input_ids.shape[0]}; call it "
-            "once per prompt."
-        )
-    if cache is None:
-        raise ValueError("Speculative decoding needs the target's cache; call with use_cache=True.")
-    if "Quantized" in type(cache).__name__:
-        raise ValueError(
-            f"Speculative decoding must take rejected tokens back, which a {type(cache).__name__} cannot; use the "
-            "default cache."
-        )
 
 
 class _NotOnPrompt(StoppingCriteriaList):
@@ -234,6 +245,7 @@ class DominoCandidateGenerator(CandidateGenerator):
     ):
         """Committed ids followed by the drafts `[1, S + 1 + n]`, and the logits the drafts were sampled from."""
         if is_first_iteration:
+            self.taps.listen()
             return input_ids, None
         self.clock.mark("verify")
         self.stage_seconds.append(self.clock.take())
@@ -242,6 +254,7 @@ class DominoCandidateGenerator(CandidateGenerator):
         # All rows of the prompt, then the rows of the tokens that the last round added.
         num_rows = None if previous is None else input_ids.shape[1] - previous
         context = self.taps.read(model_outputs, num_rows, device=self.drafter.device).to(self.drafter.dtype)
+        self.taps.listen()
         num_drafts = min(self.width, self.max_length - input_ids.shape[1] - 1)
         if num_drafts <= 0:
             self.chains.append(DraftChain(ids=input_ids[:, :0]))

@@ -186,8 +186,8 @@ def _runs() -> weakref.WeakKeyDictionary:
     return _THREAD.runs
 
 
-def set_last_run(drafter, run: Run) -> None:
-    """Makes `run` the last run of `drafter` in this thread."""
+def set_last_run(drafter, run: Run | None) -> None:
+    """Makes `run` the last run of `drafter` in this thread; `None` forgets the one before."""
     _runs()[drafter] = run
 
 

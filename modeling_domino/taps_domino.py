@@ -19,7 +19,7 @@ SELECTS_BY_INDEX = tuple(map(int, transformers.__version__.split(".")[:2])) >= (
 
 
 class TargetTaps:
-    """Captures the tapped layers of every target forward between `__enter__` and `__exit__`.
+    """Captures the tapped layers of target forwards between `__enter__` and `__exit__`.
 
     Args:
         layers (`nn.ModuleList`): the target's decoder layers.
@@ -27,7 +27,8 @@ class TargetTaps:
         all_hidden_states (`bool`): the user wants every hidden state returned, so all are asked for.
         use_hooks (`bool`, *optional*): forces hooks (or native selection); by default decided by the release.
 
-    The hooks only listen to the thread that entered, so two runs on one target do not read each other's states.
+    The hooks read one forward after `__enter__` and after each `listen()`, in the thread that called it, so two runs on one
+    target do not read each other's states: not from two threads, not in turns, and not from within a streamer or a criterion.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class TargetTaps:
         self._all_hidden_states = all_hidden_states
         self._captured: dict[int, torch.Tensor] = {}
         self._handles: list[Any] = []
-        self._thread: int | None = None
+        self._listener: int | None = None
 
     @property
     def forward_kwargs(self) -> dict[str, Any]:
@@ -52,10 +53,14 @@ class TargetTaps:
         return {"output_hidden_states": [i + 1 for i in self._native_ids]} if self._native_ids else {}
 
     def __enter__(self) -> TargetTaps:
-        self._thread = threading.get_ident()
         for layer_id in self._hooked_ids:
             self._handles.append(self._layers[layer_id].register_forward_hook(self._hook(layer_id)))
+        self.listen()
         return self
+
+    def listen(self) -> None:
+        """Makes the next forward of this thread the one that is read."""
+        self._listener = threading.get_ident()
 
     def __exit__(self, *exception) -> None:
         self.close()
@@ -74,6 +79,11 @@ class TargetTaps:
             outputs: what the target's forward returned.
             rows (`int` or indices `[m]`, *optional*): the first so many rows, or just these; all of them by default.
         """
+        if self._native_ids and outputs.hidden_states is None:
+            raise RuntimeError(
+                "The target was asked for hidden states and returned none, as a target does that was unpickled in a "
+                "fresh process; load it there with `from_pretrained`."
+            )
         taps = []
         for layer_id in self._layer_ids:
             native = layer_id in self._native_ids
@@ -83,8 +93,12 @@ class TargetTaps:
         return torch.cat(taps, dim=-1)
 
     def _hook(self, layer_id: int):
+        last = max(self._hooked_ids)
+
         def capture(module, args, output):
-            if threading.get_ident() == self._thread:
+            if threading.get_ident() == self._listener:
                 self._captured[layer_id] = output[0] if isinstance(output, tuple) else output
+                if layer_id == last:
+                    self._listener = None
 
         return capture
