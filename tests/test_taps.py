@@ -120,6 +120,10 @@ def test_taps_follow_a_cached_continuation(target, use_hooks):
     with TargetTaps(layers_of(target), [1, 5], use_hooks=use_hooks) as taps:
         outputs = target(ids[:, :4], use_cache=True, **taps.forward_kwargs)
         first = taps.read(outputs, device=CPU)
+        # Nobody listens here: a forward of somebody else's, in between.
+        target(ids[:, :2])
+        assert torch.equal(taps.read(outputs, device=CPU), first)
+        taps.listen()
         outputs = target(ids[:, 4:], use_cache=True, **{keyword: outputs[keyword]}, **taps.forward_kwargs)
         second = taps.read(outputs, device=CPU)
     torch.testing.assert_close(torch.cat([first, second], dim=1), whole)

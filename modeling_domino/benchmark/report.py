@@ -1,0 +1,340 @@
+"""The report of a benchmark folder: tables, plots and summary, from raw records alone.
+
+Needs neither torch nor a GPU nor the models: `python -m modeling_domino.benchmark.report FOLDER` runs anywhere, and writes
+the same bytes each time. Plots need matplotlib and are left out, with a word, where it is absent.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from .plots import draw_plots
+from .prompts import HUB_DATASETS, TASKS
+from .records import read_provenance, read_records, write_json
+from .summary import (
+    METHODS,
+    NOT_RUN,
+    PLAIN,
+    STAGES,
+    Record,
+    conditional_acceptance,
+    cost_model,
+    histogram,
+    summarise,
+)
+
+
+PUBLISHED = Path(__file__).parent / "published.json"
+LEGEND = """\
+- **tau** counts the tokens of a verification, the target's own included; its cap (drafts + 1) stands behind the slash. The
+  forward that reads the prompt is not counted.
+- **Speed-up** is over plain generation without a drafter, after the first token, on the same prompts; plain is the faster
+  of `target.generate` and our own loop without drafts. Brackets hold 95 % intervals from resampling prompts (paired).
+- mean, median and SD are of the prompts' own speed-ups; "with prompt" is the speed-up with the reading of the prompt.
+- **average** gives every task the same weight."""
+
+
+def write_report(folder: Path) -> dict[str, Any]:
+    """Writes `report.md`, `summary.json`, `model-index.yaml` and the plots into `folder`; returns the summary."""
+    records, provenance = read_records(folder), read_provenance(folder)
+    summary = summarise(records, provenance)
+    write_json(folder / "summary.json", summary)
+    # JSON is YAML.
+    write_json(folder / "model-index.yaml", model_index(summary))
+    plots = draw_plots(records, summary, folder)
+    (folder / "report.md").write_text(render(records, summary, plots), encoding="utf-8")
+    return summary
+
+
+def render(records: Sequence[Record], summary: dict[str, Any], plots: Sequence[str] = ()) -> str:
+    """The report as Markdown."""
+    sections = [_introduction(summary)]
+    for name, results in by_temperature(summary).items():
+        chosen = [record for record in records if f"{record['temperature']:g}" == name]
+        sections += _temperature(name, chosen, results, summary)
+    sections.append(_tokens(records, summary))
+    if plots:
+        sections.append("## Plots\n\n" + "\n".join(f"![{name}]({name})" for name in plots))
+    else:
+        sections.append("## Plots\n\nNot drawn: matplotlib is not installed.")
+    sections.append(published_tables())
+    return "\n\n".join(sections) + "\n"
+
+
+def by_temperature(summary: dict[str, Any]) -> dict[str, Any]:
+    """The results by temperature, the summary's first one first."""
+    return {f"{summary['temperature']:g}": summary["results"], **summary["results_at"]}
+
+
+def model_index(summary: dict[str, Any]) -> dict[str, Any]:
+    """The results as a card's `model-index`."""
+    provenance = summary["provenance"]
+    results = []
+    for temperature, methods in by_temperature(summary).items():
+        for method in METHODS[1:]:
+            for task, cell in methods[method].items():
+                if cell == NOT_RUN or task == "average":
+                    continue
+                dataset = HUB_DATASETS[task][0][0] if task in HUB_DATASETS else task
+                where = f"{task}, {method}, T={temperature}, {cell['prompts']} prompts"
+                metrics = [
+                    {"type": name, "name": f"{shown} ({where})", "value": cell[name]}
+                    for name, shown in (("tau", "acceptance length"), ("speedup", "speed-up over plain generation"))
+                    if cell[name] is not None
+                ]
+                results.append(
+                    {
+                        "task": {"type": "text-generation"},
+                        "dataset": {"type": dataset, "name": task},
+                        "metrics": metrics,
+                    }
+                )
+    return {"model-index": [{"name": provenance["models"]["drafter"], "results": results}]}
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table; the first column is text, the others are numbers."""
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _introduction(summary: dict[str, Any]) -> str:
+    provenance = summary["provenance"]
+    models, hardware = provenance["models"], provenance["hardware"]
+    options = models["settings"]
+    run = [task for task in summary["results"]["plain"] if task != "average"]
+    missing = [task for task in TASKS if task not in run]
+    place = f"{hardware['cpu']}, {hardware['threads']} threads" if hardware["device"] == "cpu" else hardware.get("gpu")
+    lines = [
+        f"# {models['drafter']} for {models['target']}",
+        "",
+        f"- {models['kind']}, block of {models['block_size']}, {models['dtype']} on {place or hardware['device']}",
+        f"- up to {options['max_new_tokens']} new tokens, seed {options['seed']}, batch size 1, "
+        + (
+            "no chat template"
+            if options["raw"]
+            else f"chat template, thinking {'on' if options['thinking'] else 'off'}"
+        ),
+        f"- {len(set(run) & set(TASKS))} of {len(TASKS)} tasks: {', '.join(run)}"
+        + (f"; not run: {', '.join(missing)}" if missing else ""),
+        f"- commit {provenance['git_sha'] or 'unknown'}{' with changes' if provenance['git_dirty'] else ''}, "
+        f"torch {provenance['versions']['torch']}, transformers {provenance['versions']['transformers']}, "
+        f"{provenance['date']}",
+    ]
+    if models.get("trained") is False:
+        lines.append(
+            "- **The drafter is untrained: its drafts are noise, and these numbers say nothing about Domino.**"
+        )
+    lines += [f"- deviation from the papers: {line}" for line in provenance.get("deviations", [])]
+    return "\n".join([*lines, "", LEGEND])
+
+
+def _temperature(name: str, records: Sequence[Record], results: dict[str, Any], summary: dict[str, Any]) -> list[str]:
+    tasks = list(results["plain"])
+    shown = [method for method in results if any(cell != NOT_RUN for cell in results[method].values())]
+    absent = [method for method in METHODS if method not in shown]
+    baseline = summary["plain_is"][name]
+    plain = [record for record in records if record["method"] == baseline]
+    sections = [
+        f"## Temperature {name}\n\nplain is {baseline}, the faster form here."
+        + (f" Methods not run: {', '.join(absent)}." if absent else ""),
+        "### tau\n\n"
+        + table(
+            ["method", *tasks],
+            [[method, *(_tau(results[method][task]) for task in tasks)] for method in shown if method not in PLAIN],
+        ),
+        "### Speed-up\n\n"
+        + table(
+            ["method", *tasks], [[method, *(_speedup(results[method][task]) for task in tasks)] for method in shown]
+        ),
+        "### Time, average over tasks\n\n"
+        + table(
+            [
+                "method",
+                "tokens/s",
+                "with prompt",
+                "mean",
+                "median",
+                "SD",
+                "first token ms",
+                "p50 s",
+                "p90 s",
+                "memory MB",
+                "identical",
+                "prompts",
+            ],
+            [_times(method, results[method]["average"]) for method in shown],
+        ),
+    ]
+    drafting = [method for method in METHODS[1:] if method in shown]
+    by_method = {method: [record for record in records if record["method"] == method] for method in drafting}
+    return [
+        *sections,
+        _acceptance(by_method),
+        _slots(by_method),
+        _cost(by_method, plain, summary["provenance"]),
+    ]
+
+
+def _tau(cell: Any) -> str:
+    if cell == NOT_RUN:
+        return NOT_RUN
+    cap = "" if cell["tau_cap"] is None else f" / {cell['tau_cap']}"
+    return f"{_number(cell['tau'])}{cap}{_interval(cell['tau_ci'])}"
+
+
+def _speedup(cell: Any) -> str:
+    return NOT_RUN if cell == NOT_RUN else f"{_number(cell['speedup'])}{_interval(cell['speedup_ci'])}"
+
+
+def _times(method: str, cell: dict[str, Any]) -> list[str]:
+    compared = "not compared" if cell["identical"] is None else f"{cell['identical']} / {cell['compared']}"
+    return [
+        method,
+        _number(cell["tokens_per_second"], 1),
+        *(_number(cell[name]) for name in ("speedup_total", "mean", "median", "sd")),
+        _number(1000 * cell["first_token_seconds"], 0),
+        *(_number(cell[name]) for name in ("latency_p50", "latency_p90")),
+        _number(cell["peak_memory_mb"], 0),
+        compared,
+        str(cell["prompts"]),
+    ]
+
+
+def _acceptance(by_method: dict[str, Sequence[Record]]) -> str:
+    counts = {method: histogram(records) for method, records in by_method.items()}
+    longest = max((len(count) for count in counts.values()), default=0)
+    rows = []
+    for method, count in counts.items():
+        rounds = sum(count)
+        shares = [f"{100 * each / rounds:.1f} %" if rounds else "-" for each in count]
+        rows.append([method, str(rounds), *shares, *["0.0 %"] * (longest - len(count))])
+    return "### Rounds by number of accepted drafts\n\n" + table(["method", "rounds", *map(str, range(longest))], rows)
+
+
+def _slots(by_method: dict[str, Sequence[Record]]) -> str:
+    slots = {method: conditional_acceptance(records) for method, records in by_method.items()}
+    slots = {method: shares for method, shares in slots.items() if shares}
+    longest = max((len(shares) for shares in slots.values()), default=0)
+    rows = [
+        [method, *(f"{100 * share:.1f} %" for _, share in shares), *["not reached"] * (longest - len(shares))]
+        for method, shares in slots.items()
+    ]
+    return (
+        "### Acceptance by slot, given that all drafts before it were accepted\n\nOf a tree: of a path of that depth.\n\n"
+        + table(["method", *(str(slot) for slot in range(1, longest + 1))], rows)
+    )
+
+
+def _cost(by_method: dict[str, Sequence[Record]], plain: Sequence[Record], provenance: dict[str, Any]) -> str:
+    text = "### Cost model, milliseconds a round\n\n"
+    costs = {method: cost_model(records, plain) for method, records in by_method.items()}
+    costs = {method: cost for method, cost in costs.items() if cost is not None}
+    if costs:
+        text += (
+            "eta = tau x L_target / (T_draft + T_verify); T_draft = context + backbone + base_head + domino_head.\n\n"
+        )
+        text += table(
+            ["method", *STAGES, "round", "L_target", "tau", "eta predicted", "eta measured", "head of round", "rest"],
+            [
+                [
+                    method,
+                    *(_number(cost["stages"][stage]) for stage in STAGES),
+                    *(_number(cost[name]) for name in ("round", "target", "tau", "predicted", "measured")),
+                    f"{100 * cost['head_of_round']:.1f} %",
+                    f"{100 * cost['rest']:.1f} %{' (!)' if cost['flagged'] else ''}",
+                ]
+                for method, cost in costs.items()
+            ],
+        )
+        text += "\n\nThe rest is what the model leaves out, commit and other; (!) marks more than 10 %."
+    else:
+        text += "Not measured: stages are timed on a CPU only, timing them elsewhere would slow the round down."
+    return f"{text}\n\n{_bandwidth(plain, provenance)}"
+
+
+def _bandwidth(plain: Sequence[Record], provenance: dict[str, Any]) -> str:
+    bandwidth, size = provenance.get("memory_bandwidth_gb_per_second"), provenance.get("target_weight_bytes")
+    tokens = sum(record["rounds"] for record in plain)
+    if not bandwidth or not size or not tokens:
+        return "Share of the bandwidth bound: not measured."
+    seconds = sum(record["seconds"] - record["first_token_seconds"] for record in plain)
+    bound = bandwidth * 1e9 / size
+    return (
+        f"Plain generation reaches {100 * tokens / seconds / bound:.0f} % of the bandwidth bound: {bandwidth:.1f} GB/s "
+        f"measured at the start, {size / 1e6:.0f} MB of weights a token, so at most {bound:.1f} tokens/s."
+    )
+
+
+def _tokens(records: Sequence[Record], summary: dict[str, Any]) -> str:
+    tokens = summary["tokens"]
+    text = (
+        f"## Losslessness\n\n{tokens['compared']:,} tokens of {tokens['texts']} greedy texts compared with plain generation: "
+        f"{tokens['differing']:,} differ, in {tokens['texts_differing']} texts."
+    )
+    rows = []
+    for record in records:
+        if record["identical"] is False:
+            difference = record["first_difference"]
+            gap = "text ends" if difference["logit_gap"] is None else _number(difference["logit_gap"], 4)
+            rows.append(
+                [record["id"], str(record["turn"]), record["method"], str(difference["position"]), gap],
+            )
+    if rows:
+        text += "\n\n" + table(["prompt", "turn", "method", "first difference at token", "logit gap"], rows)
+    return text
+
+
+def published_tables() -> str:
+    """Published numbers, one table a set-up with its source and baseline."""
+    published = json.loads(PUBLISHED.read_text(encoding="utf-8"))
+    sections = [f"## Published numbers\n\n{published['note']}"]
+    columns = ("model", "task", "tau", "speedup", "tokens_per_second")
+    for entry in published["setups"]:
+        text = f"### {entry['source']}\n\n{entry['setup']}. Baseline: {entry['baseline']}."
+        used = [column for column in columns if any(column in row for row in entry["rows"])]
+        if entry["rows"]:
+            shown = [
+                {**row, **{name: _number(row[name]) for name in used if _is_number(row.get(name))}}
+                for row in entry["rows"]
+            ]
+            text += "\n\n" + table(
+                ["method", *(column.replace("_", " ") for column in used)],
+                [[row["method"], *(row.get(column, "not stated") for column in used)] for row in shown],
+            )
+        sections.append(text)
+    return "\n\n".join(sections)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float)
+
+
+def _number(value: float | None, digits: int = 2) -> str:
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def _interval(interval: Sequence[float] | None) -> str:
+    return "" if interval is None else f" [{interval[0]:.2f}, {interval[1]:.2f}]"
+
+
+def main(words: Sequence[str]) -> int:
+    """`python -m modeling_domino.benchmark.report FOLDER`."""
+    if len(words) != 1:
+        print("usage: python -m modeling_domino.benchmark.report FOLDER", file=sys.stderr)
+        return 2
+    try:
+        summary = write_report(Path(words[0]))
+    except (ValueError, OSError) as error:
+        print(f"Error: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(summary))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,546 @@
+"""Runs a benchmark: every method on every prompt, one raw record each, resumable at any point.
+
+Methods are functions of a prompt's ids; what they report is what `records.py` stores and `report.py` reads. All methods of
+a prompt run one after the other, so that a machine that slows down slows them all. The plain baseline is measured twice,
+with `target.generate` and with our own loop without drafts; the report takes the faster of the two.
+
+Seconds are of the whole generation; rounds are the forwards of the target behind the one that reads the prompt.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import resource
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..generation_domino import stream
+from ..record_domino import Run, Step
+from ..tree_domino import TreeShape
+from .prompts import TASKS, Prompt
+from .records import RecordFile, check_settings, key_of, read_records, write_provenance
+from .summary import METHODS, PLAIN
+
+
+WARM_UP_TOKENS = 8
+BANDWIDTH_BYTES = 1 << 28
+
+# The set-up of the papers; `deviations` says how a run differs from it.
+PAPER = {
+    "tasks": list(TASKS),
+    "temperatures": [0.0, 1.0],
+    "max_new_tokens": 2048,
+    "prompts": "hub",
+    "thinking": False,
+    "raw": False,
+    "verify_width": None,
+    "rule": None,
+    "max_samples": None,
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all records of a folder share, beside the models.
+
+    Args:
+        seed: of every generation.
+        thinking: the `enable_thinking` flag of the chat template.
+        raw: no chat template.
+        rule, verify_width, tree: see [`stream`]; `verify_width` also holds for transformers' loop.
+        lookup_tokens: drafts of prompt lookup.
+    """
+
+    max_new_tokens: int = 256
+    seed: int = 0
+    thinking: bool = False
+    raw: bool = False
+    rule: str | None = None
+    verify_width: int | None = None
+    tree: TreeShape = field(default_factory=TreeShape)
+    lookup_tokens: int = 10
+
+    def __post_init__(self):
+        for name in ("max_new_tokens", "lookup_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
+
+
+@dataclass
+class Models:
+    """The models of a run; `dflash` and `assistant` are optional."""
+
+    target: Any
+    tokenizer: Any
+    drafter: Any
+    dflash: Any = None
+    assistant: Any = None
+
+
+@dataclass
+class Measured:
+    """One generation.
+
+    Args:
+        accepted: accepted drafts of each round.
+        drafted: drafts that stood one after the other in each round (of a tree its depth); `None` if unknown.
+        stage_seconds: of all rounds, by stage; without the reading of the prompt.
+    """
+
+    output_ids: list[int]
+    accepted: list[int]
+    seconds: float
+    first_token_seconds: float
+    drafted: list[int] | None = None
+    stage_seconds: dict[str, float] = field(default_factory=dict)
+
+
+def run_benchmark(
+    models: Models,
+    tasks: dict[str, list[Prompt]],
+    methods: list[str],
+    temperatures: list[float],
+    settings: Settings,
+    out: Path,
+    *,
+    about: dict[str, Any],
+    session: dict[str, Any],
+    shard: tuple[int, int] = (0, 1),
+    notify: Callable[[str], None] = lambda line: None,
+) -> None:
+    """Measures what `out` does not hold yet.
+
+    Args:
+        about: facts that all records must share beside `settings`: models, weights, versions, machine.
+        session: the provenance of this call.
+        shard: this process's number and the number of processes; each takes every n-th prompt.
+        notify: told the progress, one line at a time.
+
+    Raises:
+        ValueError: if a method is unknown or lacks its model, a prompt does not fit the context, or `out` holds records
+            that were made with other settings or prompts.
+    """
+    methods = expand_methods(methods, models)
+    rank, world = shard
+    shared = {**about, "settings": asdict(settings), "context": context_size(models.target)}
+    # Before the first token: a prompt that cannot run shall not end an hour of work.
+    for task, prompts in tasks.items():
+        for prompt in prompts:
+            check_length(task, prompt.id, 0, encode_turns(models.tokenizer, prompt.turns[:1], [], settings), models)
+    check_settings(out, shared)
+    if rank == 0:
+        write_provenance(out, shared, session)
+    done = {key_of(record): record for record in read_records(out)}
+    file = RecordFile(out / ("records.jsonl" if world == 1 else f"records-{rank}.jsonl"))
+    warm = False
+    try:
+        for task, prompts in tasks.items():
+            for temperature in temperatures:
+                for number, prompt in enumerate(prompts[rank::world], start=1):
+                    place = f"{task} T={temperature:g} {number}/{len(prompts[rank::world])} {prompt.id}"
+                    for job in _jobs(models, task, prompt, methods, temperature, settings, done):
+                        if not warm:
+                            _warm_up(models, methods, job, settings)
+                            warm = True
+                        record = job.measure(models, settings)
+                        file.append(record)
+                        done[key_of(record)] = record
+                        notify(f"{place} turn {job.turn} {job.method}: {_in_short(record)}")
+    finally:
+        file.close()
+
+
+def expand_methods(methods: list[str], models: Models) -> list[str]:
+    """Checks the methods' names and models; plain generation always comes first, in its two forms."""
+    unknown = [method for method in methods if method not in METHODS]
+    if unknown:
+        raise ValueError(f"There is no method {', '.join(unknown)}; known: {', '.join(METHODS)}.")
+    for method, model in (("dflash", models.dflash), ("assistant", models.assistant)):
+        if method in methods and model is None:
+            raise ValueError(f"The method {method} needs a model: name one with --{method}.")
+    if "head-off" in methods and not models.drafter.config.has_head:
+        raise ValueError("The method head-off needs a drafter with a Domino head, this one has none; leave it out.")
+    return [*PLAIN, *(method for method in METHODS if method in methods and method != "plain")]
+
+
+@dataclass
+class _Job:
+    """One record to make."""
+
+    task: str
+    id: str
+    turn: int
+    method: str
+    temperature: float
+    inputs: Any
+    prompt_sha256: str
+    plain_ids: list[int] | None
+
+    def measure(self, models: Models, settings: Settings) -> dict[str, Any]:
+        new_tokens = min(settings.max_new_tokens, context_size(models.target) - self.inputs["input_ids"].shape[1])
+        options = generation_options(self.temperature, new_tokens)
+        device = models.target.device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        torch.manual_seed(settings.seed)
+        measured = generate(models, self.method, self.inputs, options, settings)
+        compared = self.temperature == 0 and self.method != PLAIN[0]
+        difference, differing = None, 0
+        if compared:
+            difference = first_difference(models.target, self.inputs["input_ids"], self.plain_ids, measured.output_ids)
+            differing = count_differing(self.plain_ids, measured.output_ids)
+        return {
+            "task": self.task,
+            "id": self.id,
+            "turn": self.turn,
+            "method": self.method,
+            "temperature": self.temperature,
+            "seed": settings.seed,
+            "prompt_tokens": self.inputs["input_ids"].shape[1],
+            "prompt_sha256": self.prompt_sha256,
+            "new_tokens": len(measured.output_ids),
+            "rounds": len(measured.accepted),
+            "accepted": measured.accepted,
+            "drafted": measured.drafted,
+            "seconds": round(measured.seconds, 6),
+            "first_token_seconds": round(measured.first_token_seconds, 6),
+            "stage_seconds": {stage: round(value, 6) for stage, value in measured.stage_seconds.items()},
+            "peak_memory_mb": peak_memory_mb(device),
+            "output_ids": measured.output_ids,
+            "output_sha256": sha256_of_ids(measured.output_ids),
+            # Two samples of one law differ; that the laws are equal is for the tests to show.
+            "identical": difference is None if compared else None,
+            "first_difference": difference,
+            "tokens_compared": max(len(self.plain_ids), len(measured.output_ids)) if compared else 0,
+            "tokens_differing": differing,
+        }
+
+
+def _jobs(
+    models: Models,
+    task: str,
+    prompt: Prompt,
+    methods: list[str],
+    temperature: float,
+    settings: Settings,
+    done: dict[tuple, dict[str, Any]],
+) -> Iterator[_Job]:
+    """What is missing for one prompt. Every method answers the same text: later turns follow plain generation's answers."""
+    answers: list[list[int]] = []
+    for turn in range(len(prompt.turns)):
+        inputs = encode_turns(models.tokenizer, prompt.turns[: turn + 1], answers, settings).to(models.target.device)
+        check_length(task, prompt.id, turn, inputs, models)
+        prompt_sha256 = sha256_of_ids(inputs["input_ids"][0].tolist())
+        plain_ids = None
+        for method in methods:
+            key = (task, prompt.id, turn, method, temperature)
+            if key not in done:
+                yield _Job(task, prompt.id, turn, method, temperature, inputs, prompt_sha256, plain_ids)
+            record = done[key]
+            if record["prompt_sha256"] != prompt_sha256:
+                raise ValueError(
+                    f"The record of {prompt.id}, turn {turn}, {method} was made with another prompt text; name another "
+                    "folder with --out."
+                )
+            if method == PLAIN[0]:
+                plain_ids = record["output_ids"]
+        answers.append(plain_ids)
+
+
+def encode_turns(tokenizer, turns: tuple[str, ...], answers: list[list[int]], settings: Settings):
+    """The ids of a conversation that ends with a user turn."""
+    texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in answers]
+    if settings.raw:
+        parts = [part for pair in zip(turns, [*texts, ""]) for part in pair if part]
+        return tokenizer("\n\n".join(parts), return_tensors="pt", return_token_type_ids=False)
+    if not tokenizer.chat_template:
+        raise ValueError("The tokenizer has no chat template; pass --raw to use the prompts as they are.")
+    chat = [{"role": "user", "content": turns[0]}]
+    for text, turn in zip(texts, turns[1:]):
+        chat += [{"role": "assistant", "content": text}, {"role": "user", "content": turn}]
+    return tokenizer.apply_chat_template(
+        chat,
+        add_generation_prompt=True,
+        enable_thinking=settings.thinking,
+        return_tensors="pt",
+        return_dict=True,
+    )
+
+
+def context_size(target) -> int:
+    """Most tokens the target reads, the generated ones included."""
+    return target.config.get_text_config().max_position_embeddings
+
+
+def check_length(task: str, id: str, turn: int, inputs, models: Models) -> None:
+    """Refuses a prompt that leaves no room for a token."""
+    length, context = inputs["input_ids"].shape[1], context_size(models.target)
+    if length >= context:
+        raise ValueError(
+            f"The prompt {id} of {task}, turn {turn}, has {length} tokens, the target reads at most {context}: leave the "
+            "prompt out."
+        )
+
+
+def generation_options(temperature: float, max_new_tokens: int) -> dict[str, Any]:
+    """Options that hold for every method; the target's own sampling defaults are overridden."""
+    if temperature < 0:
+        raise ValueError(f"The temperature must be 0 (greedy) or positive, got {temperature}.")
+    if temperature == 0:
+        return {"max_new_tokens": max_new_tokens, "do_sample": False}
+    return {
+        "max_new_tokens": max_new_tokens,
+        "do_sample": True,
+        "temperature": temperature,
+        "top_k": 0,
+        "top_p": 1.0,
+    }
+
+
+def generate(models: Models, method: str, inputs, options: dict[str, Any], settings: Settings) -> Measured:
+    """One generation with one method."""
+    # Greedy decoding has one rule, and trees have one.
+    rule = settings.rule if options["do_sample"] else None
+    chain = {"rule": rule, "verify_width": settings.verify_width}
+    match method:
+        case "plain-generate":
+            return by_generate(models, inputs, options)
+        case "plain-loop":
+            return by_stream(models, models.drafter, inputs, options, verify_width=0)
+        case "prompt-lookup":
+            return by_generate(models, inputs, options, prompt_lookup_num_tokens=settings.lookup_tokens)
+        case "assistant":
+            return by_generate(models, inputs, options, assistant_model=models.assistant)
+        case "dflash":
+            return by_stream(models, models.dflash, inputs, options, **chain)
+        case "head-off":
+            models.drafter.use_head = False
+            try:
+                return by_stream(models, models.drafter, inputs, options, **chain)
+            finally:
+                models.drafter.use_head = True
+        case "chain":
+            return by_stream(models, models.drafter, inputs, options, **chain)
+        case "tree":
+            return by_stream(
+                models, models.drafter, inputs, options, tree=settings.tree, verify_width=settings.verify_width
+            )
+        case "chain-stock":
+            width = {} if settings.verify_width is None else {"num_assistant_tokens": settings.verify_width}
+            measured = by_generate(models, inputs, options, assistant_model=models.drafter, **width)
+            return _with_run(measured, models.drafter.last_run, measured.first_token_seconds)
+    raise ValueError(f"There is no method {method}.")
+
+
+def by_generate(models: Models, inputs, options: dict[str, Any], **extras) -> Measured:
+    """A generation by `target.generate`; its rounds are what it hands to a streamer."""
+    clock = _TokenClock()
+    started = time.perf_counter()
+    output = models.target.generate(**inputs, **options, **extras, streamer=clock)
+    _synchronize(models.target.device)
+    seconds = time.perf_counter() - started
+    return Measured(
+        output_ids=output[0, inputs["input_ids"].shape[1] :].tolist(),
+        accepted=[count - 1 for count in clock.counts[1:]],
+        seconds=seconds,
+        first_token_seconds=clock.first - started,
+    )
+
+
+def by_stream(models: Models, drafter, inputs, options: dict[str, Any], **extras) -> Measured:
+    """A generation by our loop."""
+    started = time.perf_counter()
+    first = None
+    for _ in stream(models.target, drafter, **inputs, **options, **extras):
+        if first is None:
+            first = time.perf_counter() - started
+    _synchronize(models.target.device)
+    seconds = time.perf_counter() - started
+    run = drafter.last_run
+    return _with_run(Measured(run.output_ids, [], seconds, first), run, first)
+
+
+def _with_run(measured: Measured, run: Run, first_token_seconds: float) -> Measured:
+    """Takes rounds and stages from the drafter's own record; stages and "other" add up to the rounds."""
+    measured.accepted = run.accepted
+    measured.drafted = [_depth(step) for step in run.rounds]
+    stages: dict[str, float] = {}
+    for step in run.rounds:
+        for stage, seconds in step.stage_seconds.items():
+            stages[stage] = stages.get(stage, 0.0) + seconds
+    if stages:
+        stages["other"] = max(0.0, measured.seconds - first_token_seconds - sum(stages.values()))
+    measured.stage_seconds = stages
+    return measured
+
+
+def _depth(step: Step) -> int:
+    if step.parents is None:
+        return len(step.draft_ids)
+    depths: list[int] = []
+    for parent in step.parents:
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+    return max(depths, default=0)
+
+
+class _TokenClock:
+    """A streamer that notes when the first token came and how many came at once; the first call brings the prompt."""
+
+    def __init__(self):
+        self.counts: list[int] = []
+        self.first = 0.0
+        self._prompt_seen = False
+
+    def put(self, ids: torch.Tensor) -> None:
+        if not self._prompt_seen:
+            self._prompt_seen = True
+            return
+        if not self.counts:
+            self.first = time.perf_counter()
+        self.counts.append(ids.numel())
+
+    def end(self) -> None:
+        """Nothing is held back."""
+
+
+def first_difference(target, prompt_ids: torch.Tensor, plain: list[int], other: list[int]) -> dict[str, Any] | None:
+    """Where two greedy texts part, and how close the target's call was there; `None` if they are equal."""
+    if plain == other:
+        return None
+    position = next((i for i, (a, b) in enumerate(zip(plain, other)) if a != b), min(len(plain), len(other)))
+    if position == min(len(plain), len(other)):
+        return {"position": position, "logit_gap": None}
+    ids = torch.cat([prompt_ids, prompt_ids.new_tensor([plain[:position]])], dim=1)
+    with torch.no_grad():
+        logits = target(input_ids=ids).logits[0, -1].float()
+    return {"position": position, "logit_gap": round((logits[plain[position]] - logits[other[position]]).item(), 4)}
+
+
+def count_differing(plain: list[int], other: list[int]) -> int:
+    """Positions at which two texts do not hold the same token."""
+    return sum(a != b for a, b in zip(plain, other)) + abs(len(plain) - len(other))
+
+
+def sha256_of_ids(ids: list[int]) -> str:
+    return hashlib.sha256(" ".join(map(str, ids)).encode()).hexdigest()
+
+
+def peak_memory_mb(device: torch.device) -> float:
+    """Of this generation on CUDA; elsewhere of the process so far, all methods together."""
+    if device.type == "cuda":
+        return round(torch.cuda.max_memory_allocated(device) / 2**20, 1)
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10, 1)
+
+
+def memory_bandwidth(device: torch.device) -> float:
+    """GB/s of reading memory, the best of five passes over 256 MiB."""
+    data = torch.ones(BANDWIDTH_BYTES // 4, device=device)
+    best = float("inf")
+    for _ in range(5):
+        _synchronize(device)
+        started = time.perf_counter()
+        data.sum()
+        _synchronize(device)
+        best = min(best, time.perf_counter() - started)
+    return round(BANDWIDTH_BYTES / best / 1e9, 2)
+
+
+def weight_bytes(model) -> int:
+    """Bytes of weights that one token reads: all of them but the rows of an embedding that is not the output head too."""
+    embedding = model.get_input_embeddings().weight
+    total = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    output_head = model.get_output_embeddings()
+    tied = output_head is not None and output_head.weight is embedding
+    return total if tied else total - embedding.numel() * embedding.element_size()
+
+
+def model_name(model) -> str:
+    """The model's id, or the name of the folder it was loaded from: records name no path of a machine."""
+    name = getattr(model.config, "_name_or_path", "") or type(model).__name__
+    return Path(name).name if os.path.isabs(name) or name.startswith((".", "~")) else name
+
+
+def models_facts(models: Models) -> dict[str, Any]:
+    """What the report says of the models, and what all records of a folder share."""
+    drafter, dflash = models.drafter, models.dflash
+    return {
+        "target": model_name(models.target),
+        "drafter": model_name(drafter),
+        "kind": drafter.describe(),
+        "block_size": drafter.config.block_size,
+        "drafts_per_round": {
+            "drafter": drafter.config.num_draft_tokens,
+            "dflash": None if dflash is None else dflash.config.num_draft_tokens,
+        },
+        "dflash": None if dflash is None else model_name(dflash),
+        "assistant": None if models.assistant is None else model_name(models.assistant),
+    }
+
+
+def machine_facts(models: Models) -> dict[str, Any]:
+    """What the bandwidth bound is computed from."""
+    return {
+        "memory_bandwidth_gb_per_second": memory_bandwidth(models.target.device),
+        "target_weight_bytes": weight_bytes(models.target),
+    }
+
+
+def comparable(session: dict[str, Any]) -> dict[str, Any]:
+    """The part of a session's provenance that all sessions of a folder must share for their timings to compare."""
+    hardware = {name: session["hardware"].get(name) for name in ("cpu", "cores", "threads", "device", "gpu")}
+    versions = {name: session["versions"].get(name) for name in ("torch", "transformers")}
+    return {
+        "dtype": session["dtype"],
+        "hardware": hardware,
+        "versions": versions,
+        "weights_sha256": session["weights_sha256"],
+    }
+
+
+def deviations(plan: dict[str, Any]) -> list[str]:
+    """How a plan with the keys of `PAPER` differs from the papers' set-up, one line each."""
+    lines = [f"{name}: {plan[name]} (papers: {value})" for name, value in PAPER.items() if plan[name] != value]
+    lines.append("later turns of a conversation follow plain generation's answers (DFlash: the drafter's)")
+    return lines
+
+
+def shard_of_process() -> tuple[int, int]:
+    """Number of this process and of all, under `accelerate launch` or `torchrun`; (0, 1) elsewhere."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return 0, 1
+    from accelerate import PartialState
+
+    state = PartialState()
+    return state.process_index, state.num_processes
+
+
+def wait_for_all(shard: tuple[int, int]) -> None:
+    """Waits until every process has written its records."""
+    if shard[1] > 1:
+        from accelerate import PartialState
+
+        PartialState().wait_for_everyone()
+
+
+def _warm_up(models: Models, methods: list[str], job: _Job, settings: Settings) -> None:
+    """Runs every method briefly; what that takes is not recorded."""
+    for method in methods:
+        generate(models, method, job.inputs, generation_options(job.temperature, WARM_UP_TOKENS), settings)
+
+
+def _in_short(record: dict[str, Any]) -> str:
+    rounds = record["rounds"]
+    tau = f"{1 + sum(record['accepted']) / rounds:.2f}" if rounds else "-"
+    differs = "" if record["identical"] is not False else ", DIFFERS"
+    return f"{record['new_tokens']} tokens in {record['seconds']:.2f} s, tau {tau}{differs}"
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
