@@ -15,7 +15,7 @@ from conftest import prompt, tiny_drafter, tiny_target
 from safetensors.torch import load_file
 
 from modeling_domino.training.config import DominoTrainingArguments
-from modeling_domino.training.data import Sample
+from modeling_domino.training.data import BlockDataset, Sample, collate_blocks
 from modeling_domino.training.evaluate import measure_tau
 from modeling_domino.training.model import DominoTrainingModel
 from modeling_domino.training.trainer import DominoTrainer, last_checkpoint, mark_complete
@@ -105,8 +105,6 @@ def test_a_resumed_run_equals_a_straight_one_bitwise(tmp_path):
 
 
 def test_anchors_change_between_epochs_and_not_between_orders():
-    from modeling_domino.training.data import BlockDataset
-
     data = BlockDataset(samples_of(40, 30), num_drafts=4, gamma=2.0, max_anchors=5, seed=1)
     swapped = BlockDataset(samples_of(40, 30)[::-1], num_drafts=4, gamma=2.0, max_anchors=5, seed=1)
     first = data[0]["anchors"]
@@ -173,7 +171,18 @@ def test_two_processes_equal_one(tmp_path):
         torch.testing.assert_close(two[name], tensor, **TWO_PROCESS_TOLERANCE, msg=name)
 
 
-def run_script(folder: Path, *, processes: int, accumulation: int) -> dict[str, torch.Tensor]:
+def test_sharded_parameters_are_all_trained_and_gathered(tmp_path):
+    """FSDP2 around the training module (head inside): two sharded processes take the step of one."""
+    sharded = run_script(tmp_path / "sharded", processes=2, accumulation=1, mode="fsdp")
+    whole = run_script(tmp_path / "whole", processes=1, accumulation=1, mode="fsdp")
+    assert sharded.keys() == whole.keys() and "prefix_gru.weight_hh_l0" in whole
+    start = tiny_drafter(tiny_target()).state_dict()
+    for name, tensor in whole.items():
+        torch.testing.assert_close(sharded[name], tensor, **TWO_PROCESS_TOLERANCE, msg=name)
+        assert not torch.equal(tensor, start[name]), name
+
+
+def run_script(folder: Path, *, processes: int, accumulation: int, mode: str = "train") -> dict[str, torch.Tensor]:
     """Trains in fresh processes, as `accelerate launch` starts them, and returns the weights."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -186,7 +195,7 @@ def run_script(folder: Path, *, processes: int, accumulation: int) -> dict[str, 
             "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1])]),
             "OMP_NUM_THREADS": "1",
         }
-        if processes > 1:
+        if processes > 1 or mode == "fsdp":
             env.update(
                 RANK=str(rank),
                 LOCAL_RANK=str(rank),
@@ -198,7 +207,7 @@ def run_script(folder: Path, *, processes: int, accumulation: int) -> dict[str, 
         changes = {"output_dir": str(folder), "gradient_accumulation_steps": accumulation}
         if processes > 1:
             changes["ddp_backend"] = "gloo"
-        running.append(subprocess.Popen([sys.executable, __file__, json.dumps(changes)], env=env))
+        running.append(subprocess.Popen([sys.executable, __file__, mode, json.dumps(changes)], env=env))
     assert [process.wait(timeout=240) for process in running] == [0] * processes
     return load_file(folder / "model.safetensors")
 
@@ -208,6 +217,34 @@ def train_in_this_process(changes: dict) -> None:
     trainer = trainer_of(args, samples_of(20, 14, 9, 17, 11, 25))
     trainer.train()
     trainer.save_model()
+
+
+def shard_in_this_process(changes: dict) -> None:
+    """Two sequences per step, over however many processes there are; Adam would hide a wrong scale, so plain SGD."""
+    import torch.distributed as dist
+    from safetensors.torch import save_file
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo")
+    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    module = trainer_of(arguments(changes["output_dir"], do_train=False), samples_of(20)).model.train()
+    for layer in module.drafter.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    module.lam = 0.5
+    data = BlockDataset(samples_of(20, 14), num_drafts=4, gamma=2.0)
+    mine = [data[i] for i in range(2) if i % dist.get_world_size() == dist.get_rank()]
+    total = sum(data[i]["weights"].sum() for i in range(2))
+    loss = module(**collate_blocks(mine)).loss_sum / total * dist.get_world_size()
+    loss.backward()
+    optimizer.step()
+    state = get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if dist.get_rank() == 0:
+        state = {name.removeprefix("drafter."): tensor.contiguous() for name, tensor in state.items()}
+        save_file(state, Path(changes["output_dir"], "model.safetensors"))
+    dist.destroy_process_group()
 
 
 class StopAt:
@@ -238,4 +275,4 @@ class Poison:
 
 
 if __name__ == "__main__":
-    train_in_this_process(json.loads(sys.argv[1]))
+    {"train": train_in_this_process, "fsdp": shard_in_this_process}[sys.argv[1]](json.loads(sys.argv[2]))
