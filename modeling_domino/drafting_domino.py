@@ -159,7 +159,8 @@ def _roll_out(
         if processors or do_sample:
             logits = logits.float()
         if processors:
-            logits = processors(ids, logits)
+            # A processor may write into what it is given, and the base logits are still needed.
+            logits = processors(ids, logits.clone())
         if do_sample:
             token = torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)
             processed.append(logits)

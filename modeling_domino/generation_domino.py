@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from transformers import StoppingCriteriaList, StopStringCriteria
@@ -21,6 +22,8 @@ from .tree_domino import TreeShape
 
 
 RULES = ("greedy", "match", "speculative", "block")
+READ_INPUTS = ("attention_mask", "position_ids", "cache_position")
+EXTRA_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 
 
 def stream(
@@ -155,6 +158,7 @@ def _decoding_method(
     keyword = cache_keyword(model)
     cache = cache_of(model_kwargs, keyword)
     check_cache(cache if model_kwargs.get("use_cache", True) else None)
+    _check_inputs(model_kwargs, generation_config)
     tree = TreeShape(nodes=tree) if isinstance(tree, int) else tree
     if tree is not None:
         check_movable_rows(model, cache, what="Draft trees")
@@ -183,6 +187,21 @@ def _decoding_method(
         width=resolve_width(verify_width, drafter.config, least=0),
         tree=tree,
     )
+
+
+def _check_inputs(model_kwargs: dict[str, Any], generation_config) -> None:
+    """Refuses what the loop would leave out: inputs beside token ids, and outputs beside token ids."""
+    unread = [
+        name
+        for name, value in model_kwargs.items()
+        if torch.is_tensor(value) and name not in READ_INPUTS and not name.endswith("token_type_ids")
+    ]
+    unwritten = [name for name in EXTRA_OUTPUTS if getattr(generation_config, name, None)]
+    if unread or unwritten:
+        raise ValueError(
+            f"Our loop reads and returns token ids, got {', '.join(unread + unwritten)}; use "
+            "`target.generate(..., assistant_model=drafter)`, which has all inputs and outputs."
+        )
 
 
 def resolve_rule(rule: str | None, do_sample: bool, *, sampled: str, tree: bool = False) -> str:

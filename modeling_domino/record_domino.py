@@ -66,11 +66,13 @@ class Step:
 
     def trace(self) -> dict[str, Any]:
         """The round in the trace schema."""
+        details = {name: getattr(self, name) for name in ("base_ids", "probabilities", "base_probabilities")}
+        if not self.draft_ids:
+            # Of nothing there is nothing to tell, whether details were asked for or not.
+            details = dict.fromkeys(details, [])
         trace = {
             "draft_ids": self.draft_ids,
-            "base_ids": self.base_ids,
-            "probabilities": self.probabilities,
-            "base_probabilities": self.base_probabilities,
+            **details,
             "accepted": self.accepted,
             "own_id": self.own_id,
             "stage_seconds": self.stage_seconds,
