@@ -26,6 +26,7 @@ from modeling_domino.training.model import (
 def arguments(**changes) -> SimpleNamespace:
     """The objective's arguments without a `TrainingArguments` around them."""
     fields = {"trainable": "all", "objective": "ce", "soft_weight": 1.0, "score_negatives": 0, "ttt": False}
+    fields["flex_attention"] = False
     return SimpleNamespace(**{**fields, **changes})
 
 
@@ -137,6 +138,18 @@ def test_flex_and_dense_masks_are_one_rule():
     assert torch.equal(flex.mask_mod(rows, 0, queries, keys), dense[:, 0])
     assert not dense[1, 0, 8:, :11].any()
     assert dense[1, 0, 8:].any(-1).all()
+
+
+def test_flex_attention_gives_what_sdpa_gives():
+    """Uncompiled, on a CPU: the kernel itself needs a GPU."""
+    target = tiny_target()
+    drafter = tiny_drafter(target, head_dim=16)
+    batch = batch_of(drafter, 14, 9)
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        dense = module_of(target, drafter).eval()(**batch)
+        flex = module_of(target, drafter, flex_attention=True).eval()(**batch)
+    assert drafter.config._attn_implementation == "flex_attention"
+    torch.testing.assert_close(flex.loss_sum, dense.loss_sum, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("shift_label", [True, False])

@@ -46,6 +46,7 @@ class DominoTrainingArguments(TrainingArguments):
             the whole vocabulary.
         score_negatives (`int`): random other tokens scored with them, drawn anew for every micro-batch.
         ttt (`bool`): "training-time test": the GRU reads the drafter's own picks instead of the true tokens.
+        flex_attention (`bool`): FlexAttention with a block mask that skips unseen tiles (GPUs) instead of SDPA with a dense one.
         trainable (`str`): "all", or "head" to train the correction head on a frozen backbone.
         eval_anchors (`int`): most blocks per sequence in an evaluation.
         eval_prompts (`int`): prompts of the evaluation data that an evaluation really generates for; 0 for none.
@@ -82,6 +83,7 @@ class DominoTrainingArguments(TrainingArguments):
     score_vocab: int = field(default=0, metadata={"help": "Most frequent answer tokens to score; 0 for all."})
     score_negatives: int = field(default=0, metadata={"help": "Random other tokens to score."})
     ttt: bool = field(default=False, metadata={"help": "The GRU reads the drafter's own picks."})
+    flex_attention: bool = field(default=False, metadata={"help": "FlexAttention (GPUs) instead of SDPA."})
     trainable: str = field(default="all", metadata={"help": "all or head."})
     eval_anchors: int = field(default=32, metadata={"help": "Most blocks per sequence in an evaluation."})
     eval_prompts: int = field(default=0, metadata={"help": "Prompts to generate for in an evaluation."})

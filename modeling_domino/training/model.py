@@ -95,6 +95,8 @@ class DominoTrainingModel(nn.Module):
         self.args = args
         self.lam = 1.0
         self._scored_ids = None if scored_ids is None else torch.tensor(sorted(scored_ids), device=drafter.device)
+        # Set on the running model only: a saved drafter is loaded with SDPA.
+        drafter.config._attn_implementation = "flex_attention" if args.flex_attention else "sdpa"
         self.freeze()
 
     def freeze(self) -> None:
@@ -161,7 +163,7 @@ class DominoTrainingModel(nn.Module):
             ],
             dim=1,
         )
-        make_mask = flex_block_mask if config._attn_implementation == "flex_attention" else dense_block_mask
+        make_mask = flex_block_mask if self.args.flex_attention else dense_block_mask
         hidden = self.drafter(
             self.view.embed(noise_ids.flatten(1), like=taps),
             context_hidden_states=taps,

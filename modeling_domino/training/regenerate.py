@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
+from huggingface_hub.utils import tqdm
 from transformers import HfArgumentParser
 
 from ..provenance import provenance
