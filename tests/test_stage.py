@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from conftest import GOLDEN, tiny_drafter, tiny_target
+import torch
+from conftest import GOLDEN, golden_pair, tiny_drafter, tiny_target
+from fresh_process import put_in_hub_cache
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
@@ -164,6 +170,30 @@ def test_stage_command_lists_the_files(source, tmp_path):
     for name in [*SHIM, "model.safetensors"]:
         assert name in result.stdout
     assert "Not stamped" in result.stderr
+
+
+def test_convert_reads_hub_ids_from_the_cache(tmp_path):
+    target, _, _ = golden_pair("shift_p1_b4")
+    target.save_pretrained(tmp_path / "target")
+    home = tmp_path / "home"
+    public = tmp_path / "public"
+    public.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copyfile(GOLDEN / "shift_p1_b4" / name, public / name)
+    put_in_hub_cache(public, home, repo_id="acme/tiny-domino")
+    put_in_hub_cache(tmp_path / "target", home, repo_id="acme/target")
+    words = ["acme/tiny-domino", str(tmp_path / "out"), "--to", "speculators", "--target", "acme/target"]
+    done = subprocess.run(
+        [sys.executable, "-m", "modeling_domino.cli", "convert", *words, "--revision", "v1"],
+        env={**os.environ, "HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["speculators_config"]["verifier"]["name_or_path"] == "acme/target"
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(written["lm_head.weight"], target.get_output_embeddings().weight)
 
 
 def test_convert_command_prints_changes_and_warnings(tmp_path):
