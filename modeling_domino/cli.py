@@ -42,6 +42,7 @@ from modeling_domino.benchmark.run import (
     shard_of_process,
     wait_for_all,
 )
+from modeling_domino.benchmark.server import CONCURRENCIES, ServerSettings, parse_arms, run_servers
 from modeling_domino.benchmark.summary import METHODS
 from modeling_domino.convert import FORMATS, convert
 from modeling_domino.default_pair import (
@@ -316,6 +317,12 @@ def bench(
     tree_lanes: Annotated[int, typer.Option(min=1, help="Paths extended at each depth.")] = TreeShape.lanes,
     tree_candidates: Annotated[int, typer.Option(min=1, help="Tokens corrected per depth.")] = TreeShape.candidates,
     tree_children: Annotated[int, typer.Option(min=1, help="Continuations noted per path.")] = TreeShape.children,
+    server: Annotated[
+        list[str] | None, typer.Option(help="Measure OpenAI-compatible servers instead: NAME=URL; may be repeated.")
+    ] = None,
+    concurrency: Annotated[str, typer.Option(help="Requests under way at a server, comma-separated.")] = ",".join(
+        map(str, CONCURRENCIES)
+    ),
     lookup_tokens: Annotated[int, typer.Option(min=1, help="Drafts of prompt-lookup.")] = 10,
     seed: Annotated[int, typer.Option(help="Of every generation, and of the choice among Hub prompts.")] = 0,
     thinking: Annotated[bool, typer.Option("--thinking", help="Chat template with thinking on.")] = False,
@@ -341,9 +348,15 @@ def bench(
             rule=rule,
             verify_width=verify_width,
         )
+        differences = deviations(plan) if preset else []
+        for line in differences:
+            typer.echo(f"Deviation from the papers: {line}", err=True)
         loaded = {
             task: load_prompts(task, plan["prompts"], max_samples=max_samples, seed=seed) for task in plan["tasks"]
         }
+        if server:
+            summary = benchmark_servers(server, loaded, concurrency, plan, seed, out)
+            return show_report(out, summary, as_json=as_json)
         settings = Settings(
             **{name: plan[name] for name in ("max_new_tokens", "thinking", "raw", "rule", "verify_width")},
             seed=seed,
@@ -363,13 +376,11 @@ def bench(
             out,
             assistant=assistant,
             dflash=dflash,
-            deviations=deviations(plan) if preset else [],
+            differences=differences,
             shard=shard,
         )
     if summary is not None:
-        typer.echo((out / "report.md").read_text())
-        if as_json:
-            typer.echo(json.dumps(summary))
+        show_report(out, summary, as_json=as_json)
 
 
 @app.command("report")
@@ -380,9 +391,39 @@ def report_command(
     """Rebuild a benchmark's tables, plots and summary from its records; runs no model."""
     with one_sentence_errors():
         summary = write_report(folder)
+    show_report(folder, summary, as_json=as_json)
+
+
+def show_report(folder: Path, summary: dict[str, Any], *, as_json: bool) -> None:
     typer.echo((folder / "report.md").read_text())
     if as_json:
         typer.echo(json.dumps(summary))
+
+
+def benchmark_servers(
+    servers: list[str],
+    tasks: dict[str, list[Prompt]],
+    concurrency: str,
+    plan: dict[str, Any],
+    seed: int,
+    out: Path,
+) -> dict[str, Any]:
+    """Measures servers and writes the report; loads no model."""
+    try:
+        concurrencies = [int(word) for word in concurrency.split(",")]
+    except ValueError:
+        raise ValueError(f"`--concurrency` takes numbers separated by commas, got {concurrency}.") from None
+    run_servers(
+        parse_arms(servers),
+        tasks,
+        concurrencies,
+        plan["temperatures"],
+        ServerSettings(max_new_tokens=plan["max_new_tokens"], seed=seed, thinking=plan["thinking"]),
+        out,
+        session=provenance(),
+        notify=lambda line: typer.echo(line, err=True),
+    )
+    return write_report(out)
 
 
 def benchmark_plan(preset: str | None, *, tasks: str | None, temperatures: str | None, **chosen) -> dict[str, Any]:
@@ -416,7 +457,7 @@ def benchmark_pair(
     *,
     assistant: str | None,
     dflash: str | None,
-    deviations: list[str],
+    differences: list[str],
     shard: tuple[int, int],
 ) -> dict[str, Any] | None:
     """Measures a pair and writes the report; the summary, or `None` in a process that is not the first."""
@@ -429,10 +470,8 @@ def benchmark_pair(
     if dflash is not None:
         models.dflash = DominoDraftModel.from_pretrained(dflash, dtype=dtype).to(device).eval()
         weights["dflash"] = folder_of(dflash)
-    for line in deviations:
-        typer.echo(f"Deviation from the papers: {line}", err=True)
     session = provenance(device=device, dtype=dtype, weights=weights)
-    session |= {"deviations": deviations, **machine_facts(models)}
+    session |= {"deviations": differences, **machine_facts(models)}
     about = {**models_facts(models), "trained": pair.trained, **comparable(session)}
     run_benchmark(
         models,

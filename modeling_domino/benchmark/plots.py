@@ -19,12 +19,8 @@ COLOURS = ("#0072B2", "#56B4E9", "#009E73", "#E69F00", "#D55E00", "#CC79A7", "#9
 
 def draw_plots(records: Sequence[Record], summary: dict[str, Any], folder: Path) -> list[str]:
     """Draws what the records allow, of the summary's first temperature; returns the files' names, none without matplotlib."""
-    if importlib.util.find_spec("matplotlib") is None:
+    if not _has_matplotlib():
         return []
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams.update({"svg.hashsalt": "domino", "svg.fonttype": "path", "font.size": 9})
     chosen = [record for record in records if record["temperature"] == summary["temperature"]]
     by_method = {method: [r for r in chosen if r["method"] == method] for method in METHODS[1:]}
     by_method = {method: found for method, found in by_method.items() if found}
@@ -35,11 +31,44 @@ def draw_plots(records: Sequence[Record], summary: dict[str, Any], folder: Path)
         "tasks.svg": _tasks(list(by_method), summary["results"]),
         "acceptance.svg": _acceptance(by_method),
     }
+    return _save(figures, folder)
+
+
+def draw_throughput(summary: dict[str, Any], folder: Path) -> list[str]:
+    """Tokens a second of each server by concurrency, at the lowest temperature; the file's name, none without matplotlib."""
+    if not _has_matplotlib():
+        return []
+    arms = summary["server"]
+    first = min((name for arm in arms.values() for name in arm["levels"]), key=float)
+    figure, axes = _axes(5, f"Throughput by concurrency, T={first}")
+    for (name, arm), colour in zip(arms.items(), COLOURS):
+        levels = arm["levels"].get(first, {})
+        speeds = [cell["tokens_per_second"] for cell in levels.values()]
+        axes.plot([int(level) for level in levels], speeds, marker="o", color=colour, label=name)
+    axes.set_xscale("log", base=2)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("requests under way")
+    axes.set_ylabel("tokens/s")
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+    return _save({"throughput.svg": figure}, folder)
+
+
+def _has_matplotlib() -> bool:
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def _save(figures: dict[str, Any], folder: Path) -> list[str]:
+    """Saves the figures that could be drawn; returns their names."""
+    import matplotlib
+
     drawn = []
-    for name, figure in figures.items():
-        if figure is not None:
-            figure.savefig(folder / name, format="svg", metadata={"Date": None, "Creator": None}, bbox_inches="tight")
-            drawn.append(name)
+    with matplotlib.rc_context({"svg.hashsalt": "domino", "svg.fonttype": "path"}):
+        for name, figure in figures.items():
+            if figure is not None:
+                figure.savefig(
+                    folder / name, format="svg", metadata={"Date": None, "Creator": None}, bbox_inches="tight"
+                )
+                drawn.append(name)
     return drawn
 
 

@@ -12,9 +12,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .plots import draw_plots
+from .plots import draw_plots, draw_throughput
 from .prompts import HUB_DATASETS, TASKS
 from .records import read_provenance, read_records, write_json
+from .server import SERVER_RECORDS, read_levels, summarise_servers
 from .summary import (
     METHODS,
     NOT_RUN,
@@ -40,6 +41,8 @@ LEGEND = """\
 
 def write_report(folder: Path) -> dict[str, Any]:
     """Writes `report.md`, `summary.json`, `model-index.yaml` and the plots into `folder`; returns the summary."""
+    if (folder / SERVER_RECORDS).is_file():
+        return _write_server_report(folder)
     records, provenance = read_records(folder), read_provenance(folder)
     summary = summarise(records, provenance)
     write_json(folder / "summary.json", summary)
@@ -100,6 +103,51 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table; the first column is text, the others are numbers."""
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _write_server_report(folder: Path) -> dict[str, Any]:
+    """The report of servers, which has no model-index: what a server computes is its own affair."""
+    summary = summarise_servers(read_levels(folder), read_provenance(folder))
+    write_json(folder / "summary.json", summary)
+    plots = draw_throughput(summary, folder)
+    (folder / "report.md").write_text(render_servers(summary, plots), encoding="utf-8")
+    return summary
+
+
+def render_servers(summary: dict[str, Any], plots: Sequence[str] = ()) -> str:
+    """The report of servers as Markdown."""
+    arms, options = summary["server"], summary["provenance"]["settings"]
+    lines = [
+        "# Servers",
+        "",
+        *(f"- {name}: {arm['model']}" for name, arm in arms.items()),
+        f"- up to {options['max_new_tokens']} new tokens, thinking {'on' if options['thinking'] else 'off'}, first turns only",
+        "- tau is the servers' own figure, the target's token included; speed-up is over the arm named plain",
+    ]
+    if "plain" not in arms:
+        lines.append("- no arm is named plain: speed-up not run")
+    sections = ["\n".join(lines)]
+    for temperature in sorted({name for arm in arms.values() for name in arm["levels"]}, key=float):
+        rows = [
+            [
+                name,
+                concurrency,
+                _number(cell["tokens_per_second"], 1),
+                NOT_RUN if cell["speedup"] is None else _number(cell["speedup"]),
+                "not offered" if cell["tau"] is None else _number(cell["tau"]),
+                _number(1000 * cell["first_token_seconds"], 0),
+                _number(cell["latency_p50"]),
+                _number(cell["latency_p90"]),
+                str(cell["requests"]),
+            ]
+            for name, arm in arms.items()
+            for concurrency, cell in arm["levels"].get(temperature, {}).items()
+        ]
+        header = ["arm", "concurrency", "tokens/s", "speed-up", "tau", "first token ms", "p50 s", "p90 s", "requests"]
+        sections.append(f"## Temperature {temperature}\n\n{table(header, rows)}")
+    sections += [f"![{name}]({name})" for name in plots]
+    sections.append(published_tables())
+    return "\n\n".join(sections) + "\n"
 
 
 def _introduction(summary: dict[str, Any]) -> str:
