@@ -49,7 +49,7 @@ def test_a_warm_start_copies_the_last_layers_and_passes_the_last_tap_on():
     target = tiny_target()
     drafter = load_drafter(pair_of(target_layer_ids=[1, 3]), target, seed=0)
     for mine, theirs in zip(drafter.layers, target.model.layers[-2:], strict=True):
-        copied = {name: tensor for name, tensor in theirs.state_dict().items()}
+        copied = theirs.state_dict()
         assert copied.keys() == mine.state_dict().keys()
         assert all(torch.equal(tensor, copied[name]) for name, tensor in mine.state_dict().items())
     taps = torch.randn(1, 5, 64, generator=torch.Generator().manual_seed(0))
