@@ -429,12 +429,12 @@ def refusals(target):
     one = prompt(4)
     quantised = cache_argument(QuantizedDynamicCache(config=target.config))
     return {
-        "batch": ((two, {}), "one sequence at a time, got a batch of 2"),
+        "batch": ((two, {}), "one sequence.* got (a batch of )?2"),
         "no cache": ((one, {"use_cache": False}), "use_cache=True"),
         "quantised cache": ((one, quantised), "QuantizedDynamicCache cannot"),
         "several sequences": (
             (one, {"num_return_sequences": 2, "do_sample": True}),
-            "num_return_sequences|one sequence at a time, got a batch of 2",
+            "num_return_sequences|one sequence, got 2",
         ),
     }
 
