@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from conftest import prompt, tiny_drafter, tiny_target
-from fresh_process import REPO_ID, TAG, put_in_hub_cache, run_fresh
+from fresh_process import REPO_ID, TAG, put_in_hub_cache, run_fresh, serve_hub
 
 import modeling_domino
 from modeling_domino.stage import stage
@@ -105,6 +105,27 @@ RESULTS["drafter with custom_generate"] = error_of(
 """,
         home,
     )
+
+
+def test_one_line_downloads_the_repository_and_then_works_offline(tmp_path):
+    target = tiny_target()
+    target.save_pretrained(tmp_path / "target")
+    tiny_drafter(target).save_pretrained(tmp_path / "drafter")
+    stage(str(tmp_path / "drafter"), repo_id=REPO_ID, tag=TAG, output=tmp_path / "staged")
+    home = tmp_path / "home"
+    home.mkdir()
+    script = f"""
+from transformers import AutoModelForCausalLM
+target = AutoModelForCausalLM.from_pretrained({str(tmp_path / "target")!r})
+ids = torch.tensor([{prompt(5)[0].tolist()}])
+options = dict(max_new_tokens={NEW_TOKENS}, do_sample=False)
+text = target.generate(ids, custom_generate={REPO_ID!r}, trust_remote_code=True, **options)
+RESULTS["text"] = text[0].tolist()
+"""
+    plain = target.generate(prompt(5), max_new_tokens=NEW_TOKENS, do_sample=False)[0].tolist()
+    with serve_hub(tmp_path / "staged") as online:
+        assert run_fresh(script, home, **online)["text"] == plain
+    assert run_fresh(script, home)["text"] == plain
 
 
 @pytest.mark.parametrize(
