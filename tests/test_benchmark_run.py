@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -201,6 +204,28 @@ def test_processes_share_the_prompts(pair, tmp_path):
     assert {path.name for path in tmp_path.glob("*.jsonl")} == {"records-0.jsonl", "records-1.jsonl"}
     ids = [{json.loads(line)["id"] for line in path.open()} for path in sorted(tmp_path.glob("*.jsonl"))]
     assert ids == [{"one/0", "two/0"}, {"one/1"}]
+
+
+SHARD = "from modeling_domino.benchmark.run import *; s = shard_of_process(); wait_for_all(s); print(*s)"
+
+
+@pytest.mark.slow
+def test_processes_know_their_share():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", SHARD],
+            cwd=Path(__file__).parent.parent,
+            env={**shared, "RANK": rank, "LOCAL_RANK": rank},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in "01"
+    ]
+    assert [process.communicate(timeout=300)[0].split() for process in started] == [["0", "2"], ["1", "2"]]
 
 
 # what is refused

@@ -516,7 +516,8 @@ def shard_of_process() -> tuple[int, int]:
         return 0, 1
     from accelerate import PartialState
 
-    state = PartialState()
+    # Without an accelerator it would take itself for the only process unless told.
+    state = PartialState(cpu=not torch.accelerator.is_available())
     return state.process_index, state.num_processes
 
 
