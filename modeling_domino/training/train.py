@@ -9,12 +9,13 @@ import json
 import logging
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from transformers import HfArgumentParser
 
+from ..provenance import provenance
 from .config import DominoTrainingArguments
 from .data import Sample, limit_sources, rank_tokens, read_samples, split_samples
 from .model import DominoTrainingModel
@@ -75,12 +76,11 @@ def run(
         logger.warning("Going on from %s.", checkpoint)
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     record = {
-        "command": command,
-        "pair": asdict(pair),
+        "provenance": provenance(device=args.device, dtype=target.dtype, command=command),
+        "processes": args.world_size,
         "samples": {"train": len(train_samples), "eval": len(eval_samples)},
         "answer_tokens": sum(len(sample.ids) - sample.prompt_length for sample in train_samples),
         "seconds": round(time.time() - started, 1),
-        "threads": torch.get_num_threads(),
         "best_checkpoint": trainer.state.best_model_checkpoint and Path(trainer.state.best_model_checkpoint).name,
         "best_acceptance": trainer.state.best_metric,
         "seed": args.seed,
