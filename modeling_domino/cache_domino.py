@@ -125,6 +125,25 @@ def check_cache(cache: Any) -> None:
         )
 
 
+def check_continued_cache(cache: Any, attention_mask: torch.Tensor | None) -> None:
+    """Refuses to continue a filled cache where the core's assisted decoding gets it wrong, with every assistant.
+
+    It cuts a mask over cache and new tokens to the length of the ids, from the wrong end; and before 5.14 the cache too.
+
+    Raises:
+        ValueError: with what to do instead.
+    """
+    if cache.get_seq_length() == 0:
+        return
+    padded = attention_mask is not None and not bool(attention_mask.all())
+    if padded or not CROP_ZERO_IS_SAFE:
+        raise ValueError(
+            "transformers' assisted decoding cannot continue a filled cache "
+            f"{'behind padding' if padded else 'before 5.14'}; pass the whole prompt, or use "
+            "`drafter.spec_generate(target, input_ids, ...)`, which can."
+        )
+
+
 def without_sliding_layers(cache: Any) -> Any:
     """The cache to decode with, where a full sliding layer cannot be cropped (before 5.14): an empty default cache is
     exchanged for one that keeps every row, as assisted decoding does itself; the mask still slides.

@@ -27,7 +27,7 @@ from transformers import (
 )
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from .cache_domino import DominoCache, cache_keyword, cache_of, check_cache, empty_filled_cache
+from .cache_domino import DominoCache, cache_keyword, cache_of, check_cache, check_continued_cache, empty_filled_cache
 from .drafting_domino import DraftChain, draft_chain
 from .generation_domino import resolve_rule, resolve_width
 from .record_domino import Run, StageClock, Step, set_last_runs
@@ -133,6 +133,7 @@ def run_assisted(
         )
     check_cache(cache)
     empty_filled_cache(cache, input_ids, kwargs, generation_config)
+    check_continued_cache(cache, kwargs.get("attention_mask"))
     session = DominoCandidateGenerator(
         drafter, target, input_ids, logits_processor, stopping_criteria, generation_config
     )
