@@ -347,6 +347,7 @@ def test_the_command_prints_the_summary_last(pair, tmp_path):
     assert "There is no task three" in refused("--tasks", "one,three")
     assert "There is no preset best" in refused("--preset", "best")
     assert "takes numbers separated by commas" in refused("--temperatures", "0,warm")
+    assert "sampled chains: match, speculative, block, got typical" in refused("--rule", "typical")
     assert "Methods not run: prompt-lookup" in CliRunner().invoke(cli.app, ["report", str(tmp_path / "out")]).stdout
 
 

@@ -36,6 +36,7 @@ LEGEND = """\
 - **Speed-up** is over plain generation without a drafter, after the first token, on the same prompts; plain is the faster
   of `target.generate` and our own loop without drafts. Brackets hold 95 % intervals from resampling prompts (paired).
 - mean, median and SD are of the prompts' own speed-ups; "with prompt" is the speed-up with the reading of the prompt.
+- memory is the peak of the generations on CUDA, elsewhere of the whole process, all methods together.
 - **average** gives every task the same weight."""
 
 

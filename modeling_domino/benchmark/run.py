@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ..generation_domino import stream
+from ..generation_domino import RULES, stream
 from ..record_domino import Run, Step
 from ..tree_domino import TreeShape
 from .prompts import TASKS, Prompt
@@ -28,6 +28,8 @@ from .records import RecordFile, check_settings, key_of, read_records, write_pro
 from .summary import METHODS, PLAIN
 
 
+# Greedy decoding and trees have one rule each.
+SAMPLED_RULES = RULES[1:]
 WARM_UP_TOKENS = 8
 BANDWIDTH_BYTES = 1 << 28
 
@@ -70,6 +72,8 @@ class Settings:
         for name in ("max_new_tokens", "lookup_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
+        if self.rule not in (None, *SAMPLED_RULES):
+            raise ValueError(f"`rule` is that of sampled chains: {', '.join(SAMPLED_RULES)}, got {self.rule}.")
 
 
 @dataclass
@@ -305,7 +309,6 @@ def generation_options(temperature: float, max_new_tokens: int) -> dict[str, Any
 
 def generate(models: Models, method: str, inputs, options: dict[str, Any], settings: Settings) -> Measured:
     """One generation with one method."""
-    # Greedy decoding has one rule, and trees have one.
     rule = settings.rule if options["do_sample"] else None
     chain = {"rule": rule, "verify_width": settings.verify_width}
     match method:
