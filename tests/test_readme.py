@@ -84,11 +84,19 @@ def test_python_snippets_compile(number):
     compile(blocks(README, "python")[number], f"README.md snippet {number}", "exec")
 
 
-def test_the_first_snippet_runs_as_written(capsys):
-    exec(compile(blocks(README, "python")[0], "README.md", "exec"), {})
+def test_the_snippets_on_the_default_pair_run_as_written(capsys):
+    first, _, loop = blocks(README, "python")[:3]
+    names = {}
+    exec(compile(first, "README.md", "exec"), names)
     answer, statistics = capsys.readouterr().out.strip().splitlines()
     assert answer == "The capital of France is Paris."
     assert re.fullmatch(r"\S+, trained: (True|False), tau \d+\.\d\d", statistics)
+
+    exec(compile(loop, "README.md", "exec"), names)
+    streamed = capsys.readouterr().out.splitlines()
+    assert "".join(line.split("kept: ")[1] for line in streamed).replace("<|im_end|>", "") == answer
+    # The last call sampled one sequence.
+    assert len(names["drafter"].last_runs) == 1 and names["drafter"].last_run.rule == "block"
 
 
 def test_links_to_files_lead_somewhere():
