@@ -23,6 +23,10 @@ from .tree_domino import TreeShape
 
 RULES = ("greedy", "match", "speculative", "block")
 READ_INPUTS = ("attention_mask", "position_ids", "cache_position")
+STATEFUL_PROCESSORS = {
+    "UnbatchedClassifierFreeGuidanceLogitsProcessor": "guidance_scale",
+    "SynthIDTextWatermarkLogitsProcessor": "watermarking_config",
+}
 EXTRA_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 
 
@@ -158,6 +162,7 @@ def _decoding_method(
     keyword = cache_keyword(model)
     cache = cache_of(model_kwargs, keyword)
     check_cache(cache if model_kwargs.get("use_cache", True) else None)
+    check_processors(logits_processor)
     _check_inputs(model_kwargs, generation_config)
     tree = TreeShape(nodes=tree) if isinstance(tree, int) else tree
     if tree is not None:
@@ -187,6 +192,21 @@ def _decoding_method(
         width=resolve_width(verify_width, drafter.config, least=0),
         tree=tree,
     )
+
+
+def check_processors(logits_processor) -> None:
+    """Refuses processors that remember their calls: they would take rejected drafts for text.
+
+    Raises:
+        ValueError: with the option that asked for one.
+    """
+    for processor in logits_processor or []:
+        option = STATEFUL_PROCESSORS.get(type(processor).__name__)
+        if option is not None:
+            raise ValueError(
+                f"Speculative decoding needs logits processors that depend on the text alone, but `{option}` remembers "
+                "what it has seen, rejected drafts included; generate without a drafter."
+            )
 
 
 def _check_inputs(model_kwargs: dict[str, Any], generation_config) -> None:

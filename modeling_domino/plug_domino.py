@@ -29,7 +29,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 
 from .cache_domino import DominoCache, cache_keyword, cache_of, check_cache, check_continued_cache, empty_filled_cache
 from .drafting_domino import DraftChain, draft_chain
-from .generation_domino import resolve_rule, resolve_width
+from .generation_domino import check_processors, resolve_rule, resolve_width
 from .record_domino import Run, StageClock, Step, set_last_runs
 from .taps_domino import TargetTaps
 from .target_domino import TargetView
@@ -132,6 +132,7 @@ def run_assisted(
             "`drafter.spec_generate(target, input_ids)`, which decodes batches."
         )
     check_cache(cache)
+    check_processors(logits_processor)
     empty_filled_cache(cache, input_ids, kwargs, generation_config)
     check_continued_cache(cache, kwargs.get("attention_mask"))
     session = DominoCandidateGenerator(

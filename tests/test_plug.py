@@ -483,6 +483,15 @@ def test_beams_ignore_the_assistant_with_a_warning_or_refuse(target, drafter, in
 
 
 @BOTH
+def test_processors_with_a_memory(target, drafter, input_ids, path):
+    """They keep a cache or a history of their own, into which rejected drafts would go: wrong text with every assistant."""
+    synth_id = transformers.SynthIDTextWatermarkingConfig(ngram_len=3, keys=[1, 2, 3])
+    for name, value in (("guidance_scale", 1.5), ("watermarking_config", synth_id)):
+        with pytest.raises(ValueError, match=f"`{name}` remembers.*generate without a drafter"):
+            PATHS[path](target, drafter, input_ids, **{name: value}, **{**OPTIONS, "do_sample": True})
+
+
+@BOTH
 def test_recurrent_target(path):
     config = AutoConfig.for_model(
         "qwen3_next",
