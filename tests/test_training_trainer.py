@@ -131,8 +131,13 @@ def test_a_loss_that_is_not_a_number_ends_the_run_and_names_the_checkpoint(tmp_p
     args = arguments(tmp_path, save_strategy="steps", save_steps=2)
     trainer = trainer_of(args, samples_of(12, 14, 9))
     trainer.add_callback(Poison(3))
-    with pytest.raises(FloatingPointError, match="checkpoint-2: resume from it"):
+    with pytest.raises(FloatingPointError, match="The loss became nan at step 3 .*checkpoint-2: resume from it"):
         trainer.train()
+    again = trainer_of(arguments(tmp_path / "b", save_strategy="steps", save_steps=2), samples_of(12, 14, 9))
+    again.add_callback(Poison(2))
+    with pytest.raises(FloatingPointError, match="no checkpoint is written"):
+        again.train()
+    assert last_checkpoint(tmp_path / "b") is None
     weights = load_file(tmp_path / "checkpoint-2" / "model.safetensors")
     assert all(tensor.isfinite().all() for tensor in weights.values())
 

@@ -296,4 +296,4 @@ def block_statistics(weights, final_hits, base_hits, final_ce, base_ce) -> torch
         "final_prefix": final_hits.cumprod(1) * whole,
         "base_prefix": base_hits.cumprod(1) * whole,
     }
-    return torch.stack([rows[name].double().sum(0) for name in STATS])
+    return torch.stack([rows[name].float().sum(0) for name in STATS])

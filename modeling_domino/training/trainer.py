@@ -104,7 +104,7 @@ class DominoTrainer(Trainer):
                 f"since {self._last_checkpoint_name()}: resume from it with a lower learning rate, or without bf16."
             )
         if model.training:
-            self._stats += outputs.stats.cpu()
+            self._stats += outputs.stats.cpu().double()
         return (loss, outputs) if return_outputs else loss
 
     def log(self, logs, start_time=None):
@@ -114,7 +114,7 @@ class DominoTrainer(Trainer):
             if self._stats[0, 0] > 0:
                 logs.update({f"train_{key}": value for key, value in summarise(self._stats).items()})
             self._stats.zero_()
-        super().log({k: round(v, 5) if isinstance(v, float) else v for k, v in logs.items()}, start_time)
+        super().log({k: float(f"{v:.5g}") if isinstance(v, float) else v for k, v in logs.items()}, start_time)
 
     @torch.no_grad()
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
@@ -122,7 +122,7 @@ class DominoTrainer(Trainer):
         module = self.model_wrapped if self.is_fsdp_enabled or self.is_deepspeed_enabled else self.model
         was_training = module.training
         module.eval()
-        stats = torch.zeros_like(self._stats, device=self.args.device)
+        stats = torch.zeros_like(self._stats, dtype=torch.float32, device=self.args.device)
         for batch in self.get_eval_dataloader(eval_dataset):
             with self.compute_loss_context_manager():
                 stats += module(**self._prepare_inputs(batch)).stats
@@ -154,6 +154,12 @@ class DominoTrainer(Trainer):
         (folder / "training_args.json").write_text(self.args.to_json_string())
 
     def _save_checkpoint(self, model, trial):
+        # A loss can be a number once more before it shows what the last update did to the weights.
+        if not all(torch.isfinite(parameter).all() for parameter in self.model.parameters()):
+            raise FloatingPointError(
+                f"The weights are not all numbers at step {self.state.global_step}, so no checkpoint is written; the last "
+                f"good one is {self._last_checkpoint_name()}: resume from it with a lower learning rate, or without bf16."
+            )
         super()._save_checkpoint(model, trial)
         if self.args.should_save:
             folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
