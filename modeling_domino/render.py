@@ -151,7 +151,8 @@ def draw_text(marks: Iterable[Mark], pieces: TextPieces, *, brackets: bool) -> T
 
 def draw_round(number: int, marks: list[Mark], decode: Callable[[list[int]], str]) -> Text:
     """One line per round: every token with its cue, and how many tokens the round gave out of those it could give."""
-    drawn = Text(f"{number:4d}  ", "dim")
+    # Not as the style of the whole line, which would dim every token.
+    drawn = Text().append(f"{number:4d}  ", "dim")
     for mark in marks:
         look = LOOKS[mark.kind]
         drawn.append(look.before, "dim")

@@ -113,6 +113,14 @@ def test_a_round_on_one_line():
     assert draw_round(7, marks, decode).plain == "   7  [ one]{ two≠ three}~↵~< ten>( four)  3 / 5"
 
 
+def test_each_token_of_a_round_has_its_own_style():
+    marks = classify_round(round_record([1, 2], 1, 10))
+    out = shown(draw_round(1, marks, decode), force_terminal=True, color_system="standard")
+    assert "\x1b[4;32m one\x1b[0m" in out
+    assert "\x1b[9;31m two\x1b[0m" in out
+    assert "\x1b[33m ten\x1b[0m" in out
+
+
 def test_a_character_of_two_tokens_comes_out_whole_and_once():
     pieces = TextPieces(decode_bytes)
     assert [pieces.push(i) for i in (22, 20, 21, 22)] == ["a", "", "é", "a"]
