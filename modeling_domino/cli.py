@@ -27,12 +27,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import cached_file, logging
 
 from modeling_domino import DominoConfig, DominoDraftModel
-from modeling_domino.benchmark.prompts import TASKS, Prompt, load_prompts, tasks_of_folder
+from modeling_domino.benchmark.methods import Models, Settings
+from modeling_domino.benchmark.prompts import Prompt, load_prompts
 from modeling_domino.benchmark.report import write_report
 from modeling_domino.benchmark.run import (
-    PAPER,
-    Models,
-    Settings,
+    benchmark_plan,
     comparable,
     deviations,
     first_difference,
@@ -424,27 +423,6 @@ def benchmark_servers(
         notify=lambda line: typer.echo(line, err=True),
     )
     return write_report(out)
-
-
-def benchmark_plan(preset: str | None, *, tasks: str | None, temperatures: str | None, **chosen) -> dict[str, Any]:
-    """What is measured: the options given, then the preset, then the defaults."""
-    if preset not in (None, "paper"):
-        raise ValueError(f"There is no preset {preset}; known: paper.")
-    plan: dict[str, Any] = dict(PAPER) if preset else {"temperatures": [0.0], "max_new_tokens": 256}
-    defaults = {"prompts": "dev", "thinking": False, "raw": False}
-    plan.update({n: v for n, v in chosen.items() if not preset or (v is not None and v != defaults.get(n))})
-    if plan["max_new_tokens"] is None:
-        plan["max_new_tokens"] = 256
-    if temperatures is not None:
-        try:
-            plan["temperatures"] = [float(word) for word in temperatures.split(",")]
-        except ValueError:
-            raise ValueError(f"`--temperatures` takes numbers separated by commas, got {temperatures}.") from None
-    if tasks is not None:
-        plan["tasks"] = tasks.split(",")
-    elif not preset:
-        plan["tasks"] = list(TASKS) if plan["prompts"] == "hub" else tasks_of_folder(plan["prompts"])
-    return plan
 
 
 def benchmark_pair(

@@ -18,13 +18,13 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from modeling_domino import cli, loop_domino, record_domino
+from modeling_domino.benchmark.methods import Models, Settings
 from modeling_domino.benchmark.prompts import Prompt
 from modeling_domino.benchmark.records import RecordFile, key_of, read_provenance, read_records
 from modeling_domino.benchmark.run import (
     METHODS,
     PAPER,
-    Models,
-    Settings,
+    benchmark_plan,
     count_differing,
     deviations,
     expand_methods,
@@ -352,7 +352,7 @@ def test_the_command_prints_the_summary_last(pair, tmp_path):
 
 
 def test_the_papers_set_up_and_deviations_from_it():
-    plan = cli.benchmark_plan(
+    plan = benchmark_plan(
         "paper",
         tasks=None,
         temperatures=None,

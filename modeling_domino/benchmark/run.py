@@ -1,35 +1,28 @@
 """Runs a benchmark: every method on every prompt, one raw record each, resumable at any point.
 
-Methods are functions of a prompt's ids; what they report is what `records.py` stores and `report.py` reads. All methods of
-a prompt run one after the other, so that a machine that slows down slows them all. The plain baseline is measured twice,
-with `target.generate` and with our own loop without drafts; the report takes the faster of the two.
-
-Seconds are of the whole generation; rounds are the forwards of the target behind the one that reads the prompt.
+All methods of a prompt run one after the other, so that a machine that slows down slows them all. The plain baseline is
+measured twice, with `target.generate` and with our own loop without drafts; the report takes the faster of the two.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-import resource
+import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..generation_domino import RULES, stream
-from ..record_domino import Run, Step
-from ..tree_domino import TreeShape
-from .prompts import TASKS, Prompt
+from .methods import Models, Settings, generate, generation_options, synchronize
+from .prompts import TASKS, Prompt, tasks_of_folder
 from .records import RecordFile, check_settings, key_of, read_records, write_provenance
 from .summary import METHODS, PLAIN
 
 
-# Greedy decoding and trees have one rule each.
-SAMPLED_RULES = RULES[1:]
 WARM_UP_TOKENS = 8
 BANDWIDTH_BYTES = 1 << 28
 
@@ -45,64 +38,6 @@ PAPER = {
     "rule": None,
     "max_samples": None,
 }
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What all records of a folder share, beside the models.
-
-    Args:
-        seed: of every generation.
-        thinking: the `enable_thinking` flag of the chat template.
-        raw: no chat template.
-        rule, verify_width, tree: see [`stream`]; `verify_width` also holds for transformers' loop.
-        lookup_tokens: drafts of prompt lookup.
-    """
-
-    max_new_tokens: int = 256
-    seed: int = 0
-    thinking: bool = False
-    raw: bool = False
-    rule: str | None = None
-    verify_width: int | None = None
-    tree: TreeShape = field(default_factory=TreeShape)
-    lookup_tokens: int = 10
-
-    def __post_init__(self):
-        for name in ("max_new_tokens", "lookup_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
-        if self.rule not in (None, *SAMPLED_RULES):
-            raise ValueError(f"`rule` is that of sampled chains: {', '.join(SAMPLED_RULES)}, got {self.rule}.")
-
-
-@dataclass
-class Models:
-    """The models of a run; `dflash` and `assistant` are optional."""
-
-    target: Any
-    tokenizer: Any
-    drafter: Any
-    dflash: Any = None
-    assistant: Any = None
-
-
-@dataclass
-class Measured:
-    """One generation.
-
-    Args:
-        accepted: accepted drafts of each round.
-        drafted: drafts that stood one after the other in each round (of a tree its depth); `None` if unknown.
-        stage_seconds: of all rounds, by stage; without the reading of the prompt.
-    """
-
-    output_ids: list[int]
-    accepted: list[int]
-    seconds: float
-    first_token_seconds: float
-    drafted: list[int] | None = None
-    stage_seconds: dict[str, float] = field(default_factory=dict)
 
 
 def run_benchmark(
@@ -292,126 +227,6 @@ def check_length(task: str, id: str, turn: int, inputs, models: Models) -> None:
         )
 
 
-def generation_options(temperature: float, max_new_tokens: int) -> dict[str, Any]:
-    """Options that hold for every method; the target's own sampling defaults are overridden."""
-    if temperature < 0:
-        raise ValueError(f"The temperature must be 0 (greedy) or positive, got {temperature}.")
-    if temperature == 0:
-        return {"max_new_tokens": max_new_tokens, "do_sample": False}
-    return {
-        "max_new_tokens": max_new_tokens,
-        "do_sample": True,
-        "temperature": temperature,
-        "top_k": 0,
-        "top_p": 1.0,
-    }
-
-
-def generate(models: Models, method: str, inputs, options: dict[str, Any], settings: Settings) -> Measured:
-    """One generation with one method."""
-    rule = settings.rule if options["do_sample"] else None
-    chain = {"rule": rule, "verify_width": settings.verify_width}
-    match method:
-        case "plain-generate":
-            return by_generate(models, inputs, options)
-        case "plain-loop":
-            return by_stream(models, models.drafter, inputs, options, verify_width=0)
-        case "prompt-lookup":
-            return by_generate(models, inputs, options, prompt_lookup_num_tokens=settings.lookup_tokens)
-        case "assistant":
-            return by_generate(models, inputs, options, assistant_model=models.assistant)
-        case "dflash":
-            return by_stream(models, models.dflash, inputs, options, **chain)
-        case "head-off":
-            models.drafter.use_head = False
-            try:
-                return by_stream(models, models.drafter, inputs, options, **chain)
-            finally:
-                models.drafter.use_head = True
-        case "chain":
-            return by_stream(models, models.drafter, inputs, options, **chain)
-        case "tree":
-            return by_stream(
-                models, models.drafter, inputs, options, tree=settings.tree, verify_width=settings.verify_width
-            )
-        case "chain-stock":
-            width = {} if settings.verify_width is None else {"num_assistant_tokens": settings.verify_width}
-            measured = by_generate(models, inputs, options, assistant_model=models.drafter, **width)
-            return _with_run(measured, models.drafter.last_run, measured.first_token_seconds)
-    raise ValueError(f"There is no method {method}.")
-
-
-def by_generate(models: Models, inputs, options: dict[str, Any], **extras) -> Measured:
-    """A generation by `target.generate`; its rounds are what it hands to a streamer."""
-    clock = _TokenClock()
-    started = time.perf_counter()
-    output = models.target.generate(**inputs, **options, **extras, streamer=clock)
-    _synchronize(models.target.device)
-    seconds = time.perf_counter() - started
-    return Measured(
-        output_ids=output[0, inputs["input_ids"].shape[1] :].tolist(),
-        accepted=[count - 1 for count in clock.counts[1:]],
-        seconds=seconds,
-        first_token_seconds=clock.first - started,
-    )
-
-
-def by_stream(models: Models, drafter, inputs, options: dict[str, Any], **extras) -> Measured:
-    """A generation by our loop."""
-    started = time.perf_counter()
-    first = None
-    for _ in stream(models.target, drafter, **inputs, **options, **extras):
-        if first is None:
-            first = time.perf_counter() - started
-    _synchronize(models.target.device)
-    seconds = time.perf_counter() - started
-    run = drafter.last_run
-    return _with_run(Measured(run.output_ids, [], seconds, first), run, first)
-
-
-def _with_run(measured: Measured, run: Run, first_token_seconds: float) -> Measured:
-    """Takes rounds and stages from the drafter's own record; stages and "other" add up to the rounds."""
-    measured.accepted = run.accepted
-    measured.drafted = [_depth(step) for step in run.rounds]
-    stages: dict[str, float] = {}
-    for step in run.rounds:
-        for stage, seconds in step.stage_seconds.items():
-            stages[stage] = stages.get(stage, 0.0) + seconds
-    if stages:
-        stages["other"] = max(0.0, measured.seconds - first_token_seconds - sum(stages.values()))
-    measured.stage_seconds = stages
-    return measured
-
-
-def _depth(step: Step) -> int:
-    if step.parents is None:
-        return len(step.draft_ids)
-    depths: list[int] = []
-    for parent in step.parents:
-        depths.append(1 if parent < 0 else depths[parent] + 1)
-    return max(depths, default=0)
-
-
-class _TokenClock:
-    """A streamer that notes when the first token came and how many came at once; the first call brings the prompt."""
-
-    def __init__(self):
-        self.counts: list[int] = []
-        self.first = 0.0
-        self._prompt_seen = False
-
-    def put(self, ids: torch.Tensor) -> None:
-        if not self._prompt_seen:
-            self._prompt_seen = True
-            return
-        if not self.counts:
-            self.first = time.perf_counter()
-        self.counts.append(ids.numel())
-
-    def end(self) -> None:
-        """Nothing is held back."""
-
-
 def first_difference(target, prompt_ids: torch.Tensor, plain: list[int], other: list[int]) -> dict[str, Any] | None:
     """Where two greedy texts part, and how close the target's call was there; `None` if they are equal."""
     if plain == other:
@@ -434,11 +249,17 @@ def sha256_of_ids(ids: list[int]) -> str:
     return hashlib.sha256(" ".join(map(str, ids)).encode()).hexdigest()
 
 
-def peak_memory_mb(device: torch.device) -> float:
-    """Of this generation on CUDA; elsewhere of the process so far, all methods together."""
+def peak_memory_mb(device: torch.device) -> float | None:
+    """Of this generation on CUDA; elsewhere of the process so far, all methods together; `None` where nobody counts."""
     if device.type == "cuda":
         return round(torch.cuda.max_memory_allocated(device) / 2**20, 1)
-    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10, 1)
+    try:
+        import resource
+    except ImportError:
+        return None
+    # macOS counts bytes, the others KiB.
+    unit = 2**20 if sys.platform == "darwin" else 2**10
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit, 1)
 
 
 def memory_bandwidth(device: torch.device) -> float:
@@ -446,10 +267,10 @@ def memory_bandwidth(device: torch.device) -> float:
     data = torch.ones(BANDWIDTH_BYTES // 4, device=device)
     best = float("inf")
     for _ in range(5):
-        _synchronize(device)
+        synchronize(device)
         started = time.perf_counter()
         data.sum()
-        _synchronize(device)
+        synchronize(device)
         best = min(best, time.perf_counter() - started)
     return round(BANDWIDTH_BYTES / best / 1e9, 2)
 
@@ -506,6 +327,27 @@ def comparable(session: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def benchmark_plan(preset: str | None, *, tasks: str | None, temperatures: str | None, **chosen) -> dict[str, Any]:
+    """What is measured: the options given, then the preset, then the defaults."""
+    if preset not in (None, "paper"):
+        raise ValueError(f"There is no preset {preset}; known: paper.")
+    plan: dict[str, Any] = dict(PAPER) if preset else {"temperatures": [0.0], "max_new_tokens": 256}
+    defaults = {"prompts": "dev", "thinking": False, "raw": False}
+    plan.update({n: v for n, v in chosen.items() if not preset or (v is not None and v != defaults.get(n))})
+    if plan["max_new_tokens"] is None:
+        plan["max_new_tokens"] = 256
+    if temperatures is not None:
+        try:
+            plan["temperatures"] = [float(word) for word in temperatures.split(",")]
+        except ValueError:
+            raise ValueError(f"`--temperatures` takes numbers separated by commas, got {temperatures}.") from None
+    if tasks is not None:
+        plan["tasks"] = tasks.split(",")
+    elif not preset:
+        plan["tasks"] = list(TASKS) if plan["prompts"] == "hub" else tasks_of_folder(plan["prompts"])
+    return plan
+
+
 def deviations(plan: dict[str, Any]) -> list[str]:
     """How a plan with the keys of `PAPER` differs from the papers' set-up, one line each."""
     lines = [f"{name}: {plan[name]} (papers: {value})" for name, value in PAPER.items() if plan[name] != value]
@@ -543,8 +385,3 @@ def _in_short(record: dict[str, Any]) -> str:
     tau = f"{1 + sum(record['accepted']) / rounds:.2f}" if rounds else "-"
     differs = "" if record["identical"] is not False else ", DIFFERS"
     return f"{record['new_tokens']} tokens in {record['seconds']:.2f} s, tau {tau}{differs}"
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)

@@ -3,7 +3,8 @@
 Pure functions of records, without torch; the same records give the same numbers on every machine.
 
 - tau: tokens a verification, the target's own included, over all rounds of all prompts. The forward that reads the prompt
-  verifies nothing and is left out; at most `cap` = drafts + 1.
+  verifies nothing and is left out; at most `cap` = drafts + 1. `tau_mean` is the mean of the prompts' own tau instead,
+  which is how DFlash's scripts average.
 - speed-up: seconds a token of the plain baseline over those of the method, on the same prompts, without reading the
   prompt, as in the papers; `speedup_total` includes it. mean, median and sd are over the prompts' own speed-ups.
 - intervals: 95 %, from resampling prompts together with their baseline (paired); a prompt's turns stay together.
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from .prompts import TASKS
@@ -233,7 +234,7 @@ def _cell(pairs: Sequence[tuple[Record, Record]], cap: int | None, resamples: in
             "compared": len(compared),
             "samples": len(records),
             "prompts": len(units),
-            "peak_memory_mb": max(record["peak_memory_mb"] for record in records),
+            "peak_memory_mb": _largest(record["peak_memory_mb"] for record in records),
         }
     )
 
@@ -260,10 +261,14 @@ def _average(cells: Sequence[dict[str, Any]], strata: Sequence[Sequence[Unit]], 
             "compared": sum(cell["compared"] for cell in cells),
             "samples": sum(cell["samples"] for cell in cells),
             "prompts": sum(cell["prompts"] for cell in cells),
-            "peak_memory_mb": max(cell["peak_memory_mb"] for cell in cells),
+            "peak_memory_mb": _largest(cell["peak_memory_mb"] for cell in cells),
             "tasks": len(cells),
         }
     )
+
+
+def _largest(values: Iterable[float | None]) -> float | None:
+    return max((value for value in values if value is not None), default=None)
 
 
 def _rounded(cell: dict[str, Any]) -> dict[str, Any]:
