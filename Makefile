@@ -14,7 +14,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
 
-.PHONY: demo test ci lint format clean $(PEERS:%=test-%)
+.PHONY: demo test ci lint format wheel clean $(PEERS:%=test-%)
 
 demo: .venv/stamp-demo
 	$(BIN)/domino demo $(if $(PROMPT),"$(PROMPT)")
@@ -22,7 +22,7 @@ demo: .venv/stamp-demo
 test: .venv/stamp-dev
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS)
 
-ci: lint test $(PEERS:%=test-%)
+ci: lint test wheel $(PEERS:%=test-%)
 
 lint: .venv/stamp-dev
 	$(BIN)/ruff check .
@@ -34,6 +34,12 @@ format: .venv/stamp-dev
 
 $(PEERS:%=test-%): test-%: .venv-%/stamp
 	$(TEST_ENV) .venv-$*/bin/python -m pytest -n $(WORKERS)
+
+# The wheel holds what the checkout's package holds, data files too.
+wheel: .venv/stamp-dev
+	rm -rf build
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir build/wheel .
+	$(BIN)/python -m pytest -q tests/test_layout.py -k the_wheel
 
 clean:
 	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .ruff_cache
