@@ -300,8 +300,8 @@ def bench(
     ] = None,
     drafter: Annotated[str | None, typer.Option(help="Hub id or folder of the drafter.")] = None,
     prompts: Annotated[
-        str, typer.Option(help="Folder with TASK.jsonl files, dev (small samples in the package) or hub.")
-    ] = "dev",
+        str | None, typer.Option(help="Folder with TASK.jsonl files, hub, or dev: small samples, the default.")
+    ] = None,
     tasks: Annotated[str | None, typer.Option(help="Tasks, comma-separated; by default all.")] = None,
     max_samples: Annotated[int | None, typer.Option(min=1, help="Most prompts of a task.")] = None,
     methods: Annotated[str, typer.Option(help=f"Of {', '.join(METHODS)}; plain is always run.")] = "plain,chain,tree",

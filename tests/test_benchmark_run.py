@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from modeling_domino import cli, loop_domino, record_domino
 from modeling_domino.benchmark.methods import Models, Settings
-from modeling_domino.benchmark.prompts import Prompt
+from modeling_domino.benchmark.prompts import Prompt, tasks_of_folder
 from modeling_domino.benchmark.records import RecordFile, key_of, read_provenance, read_records
 from modeling_domino.benchmark.run import (
     METHODS,
@@ -352,20 +352,15 @@ def test_the_command_prints_the_summary_last(pair, tmp_path):
 
 
 def test_the_papers_set_up_and_deviations_from_it():
-    plan = benchmark_plan(
-        "paper",
-        tasks=None,
-        temperatures=None,
-        prompts="dev",
-        max_new_tokens=None,
-        max_samples=None,
-        thinking=False,
-        raw=False,
-        rule=None,
-        verify_width=None,
-    )
+    plan = benchmark_plan("paper", max_new_tokens=None, prompts=None, thinking=False)
     assert plan == PAPER and len(plan["tasks"]) == 8 and plan["max_new_tokens"] == 2048
     assert len(deviations(plan)) == 1
+    own = benchmark_plan("paper", prompts="dev", tasks="gsm8k,mbpp", temperatures="0.5", thinking=True)
+    assert (own["prompts"], own["tasks"], own["temperatures"]) == ("dev", ["gsm8k", "mbpp"], [0.5])
+    assert len(deviations(own)) == 5
+    usual = benchmark_plan()
+    assert usual["tasks"] == tasks_of_folder("dev") and usual["temperatures"] == [0.0]
+    assert usual["max_new_tokens"] == 256 and benchmark_plan(prompts="hub")["tasks"] == PAPER["tasks"]
     lines = deviations({**plan, "max_new_tokens": 64, "tasks": ["gsm8k"]})
     assert "max_new_tokens: 64 (papers: 2048)" in lines and len(lines) == 3
 

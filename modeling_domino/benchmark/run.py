@@ -38,6 +38,7 @@ PAPER = {
     "rule": None,
     "max_samples": None,
 }
+DEFAULTS = {**PAPER, "temperatures": [0.0], "max_new_tokens": 256, "prompts": "dev"}
 
 
 def run_benchmark(
@@ -327,15 +328,20 @@ def comparable(session: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def benchmark_plan(preset: str | None, *, tasks: str | None, temperatures: str | None, **chosen) -> dict[str, Any]:
-    """What is measured: the options given, then the preset, then the defaults."""
+def benchmark_plan(
+    preset: str | None = None, *, tasks: str | None = None, temperatures: str | None = None, **chosen
+) -> dict[str, Any]:
+    """What is measured, with the keys of `PAPER`: the options given, then the preset or the defaults.
+
+    Args:
+        preset: "paper" or `None`.
+        tasks, temperatures: comma-separated; by default those of the preset, or every task of the prompts at T=0.
+        chosen: other keys of `PAPER`; `None` leaves them to the preset.
+    """
     if preset not in (None, "paper"):
         raise ValueError(f"There is no preset {preset}; known: paper.")
-    plan: dict[str, Any] = dict(PAPER) if preset else {"temperatures": [0.0], "max_new_tokens": 256}
-    defaults = {"prompts": "dev", "thinking": False, "raw": False}
-    plan.update({n: v for n, v in chosen.items() if not preset or (v is not None and v != defaults.get(n))})
-    if plan["max_new_tokens"] is None:
-        plan["max_new_tokens"] = 256
+    plan: dict[str, Any] = dict(PAPER if preset else DEFAULTS)
+    plan.update({name: value for name, value in chosen.items() if value not in (None, False)})
     if temperatures is not None:
         try:
             plan["temperatures"] = [float(word) for word in temperatures.split(",")]
