@@ -252,6 +252,18 @@ def test_static_cache(target, drafter, input_ids, path):
     assert torch.equal(PATHS[path](target, drafter, input_ids, **options), expected)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(version.parse("5.24") > RELEASE, reason="assisted decoding refuses static caches before 5.24")
+def test_static_cache_compiled(input_ids):
+    """The core compiles the verification, hooks and all; with the eager backend this is tracing only, for a minute."""
+    target = tiny_target(num_layers=3)
+    drafter = tiny_drafter(target, block_size=5, target_layer_ids=[1, 2])
+    compile_config = transformers.CompileConfig(backend="eager", mode=None)
+    compile_config._compile_all_devices = True
+    options = {**OPTIONS, "cache_implementation": "static", "compile_config": compile_config}
+    assert torch.equal(generate_stock(target, drafter, input_ids, **options), target.generate(input_ids, **OPTIONS))
+
+
 @pytest.mark.skipif(version.parse("5.17") > RELEASE, reason="assisted decoding needs input_ids up to 5.16")
 def test_inputs_embeds(target, drafter, input_ids):
     embeds = target.get_input_embeddings()(input_ids).detach()
