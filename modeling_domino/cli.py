@@ -29,6 +29,7 @@ from transformers.utils import cached_file, logging
 from modeling_domino import DominoConfig, DominoDraftModel
 from modeling_domino.benchmark.methods import Models, Settings
 from modeling_domino.benchmark.prompts import Prompt, load_prompts
+from modeling_domino.benchmark.report import compare as compare_folders
 from modeling_domino.benchmark.report import write_report
 from modeling_domino.benchmark.run import (
     benchmark_plan,
@@ -384,13 +385,19 @@ def bench(
 
 @app.command("report")
 def report_command(
-    folder: Annotated[Path, typer.Argument(help="Folder of a benchmark's records.")],
+    folders: Annotated[list[Path], typer.Argument(help="Folder of a benchmark's records; several are also compared.")],
     as_json: AsJson = False,
 ) -> None:
     """Rebuild a benchmark's tables, plots and summary from its records; runs no model."""
     with one_sentence_errors():
-        summary = write_report(folder)
-    show_report(folder, summary, as_json=as_json)
+        summaries = [write_report(folder) for folder in folders]
+        comparison = compare_folders(folders) if len(folders) > 1 else ""
+    for folder in folders:
+        typer.echo((folder / "report.md").read_text())
+    if comparison:
+        typer.echo(comparison)
+    if as_json:
+        typer.echo(json.dumps(summaries[0] if len(summaries) == 1 else summaries))
 
 
 def show_report(folder: Path, summary: dict[str, Any], *, as_json: bool) -> None:

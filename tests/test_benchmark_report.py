@@ -12,7 +12,15 @@ import pytest
 from conftest import require_peer
 
 from modeling_domino.benchmark.records import read_records, write_json
-from modeling_domino.benchmark.report import PUBLISHED, main, model_index, published_tables, render, write_report
+from modeling_domino.benchmark.report import (
+    PUBLISHED,
+    compare,
+    main,
+    model_index,
+    published_tables,
+    render,
+    write_report,
+)
 from modeling_domino.benchmark.summary import (
     STAGES,
     baseline_of,
@@ -280,6 +288,17 @@ def test_what_the_report_says(tmp_path):
     assert "| mt-bench/0 | 0 | chain | 3 | 0.0021 |" in text
     assert "## Temperature 1" in text and "of the bandwidth bound: 10.0 GB/s" in text
     assert not any(line.count("|") == 2 for line in text.splitlines()), "a table without columns"
+
+
+def test_ablations_are_compared_by_what_differs(tmp_path):
+    one, two = (folder_of(sample_records(), tmp_path / name) for name in ("full", "narrow"))
+    narrow = json.loads(json.dumps(PROVENANCE))
+    narrow["settings"]["settings"]["verify_width"] = 2
+    write_json(two / "provenance.json", narrow)
+    text = compare([one, two])
+    assert "| folder | verify_width | T | method | tau | speed-up | head of round |" in text
+    assert "| full | None | 0 | chain | 3.00 / 5 [3.00, 3.00] | 2.00 [2.00, 2.00] | 15.0 % |" in text
+    assert "| narrow | 2 | 0 | chain | 3.00 / 3 [3.00, 3.00] |" in text
 
 
 def test_a_folder_without_records_is_said(tmp_path, capsys):

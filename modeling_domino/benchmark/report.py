@@ -14,7 +14,7 @@ from typing import Any
 
 from .plots import draw_plots, draw_throughput
 from .prompts import HUB_DATASETS, TASKS
-from .records import read_provenance, read_records, write_json
+from .records import flatten, read_provenance, read_records, write_json
 from .server import SERVER_RECORDS, read_levels, summarise_servers
 from .summary import (
     METHODS,
@@ -67,6 +67,29 @@ def render(records: Sequence[Record], summary: dict[str, Any], plots: Sequence[s
         sections.append("## Plots\n\nNot drawn: matplotlib is not installed.")
     sections.append(published_tables())
     return "\n\n".join(sections) + "\n"
+
+
+def compare(folders: Sequence[Path]) -> str:
+    """One table over several folders, for ablations: what their settings differ in, tau, speed-up and the head's share."""
+    loaded = [(folder, read_records(folder), read_provenance(folder)) for folder in folders]
+    settings = [flatten(provenance["settings"]) for _, _, provenance in loaded]
+    names = sorted(set().union(*settings))
+    changed = [name for name in names if len({json.dumps(each.get(name)) for each in settings}) > 1]
+    rows = []
+    for (folder, records, provenance), each in zip(loaded, settings):
+        summary = summarise(records, provenance)
+        for temperature, results in by_temperature(summary).items():
+            chosen = [record for record in records if f"{record['temperature']:g}" == temperature]
+            plain = [record for record in chosen if record["method"] == summary["plain_is"][temperature]]
+            for method in METHODS[1:]:
+                cell = results[method]["average"]
+                if cell != NOT_RUN:
+                    cost = cost_model([record for record in chosen if record["method"] == method], plain)
+                    head = "not measured" if cost is None else f"{100 * cost['head_of_round']:.1f} %"
+                    setting = [str(each.get(name)) for name in changed]
+                    rows.append([folder.name, *setting, temperature, method, _tau(cell), _speedup(cell), head])
+    header = ["folder", *(name.removeprefix("settings.") for name in changed), "T", "method", "tau", "speed-up"]
+    return f"## Comparison, average over tasks\n\n{table([*header, 'head of round'], rows)}\n"
 
 
 def by_temperature(summary: dict[str, Any]) -> dict[str, Any]:
