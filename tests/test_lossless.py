@@ -11,6 +11,7 @@ import torch
 import transformers
 from conftest import PATHS, fill, prompt, script_drafts, tiny_drafter, tiny_target
 from tokenizers import Tokenizer, decoders, models
+from torch.nn import functional as F
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -464,6 +465,37 @@ def test_real_prompts(smollm2, monkeypatch):
             assert torch.equal(generate(target, drafter, input_ids, max_new_tokens=10), expected)
             assert torch.equal(generate(target, drafter, input_ids, **options), stopped)
         monkeypatch.undo()
+
+
+def compare_text(cases, tokens: int) -> dict:
+    """Compares both paths with plain generation until `tokens` tokens have been compared.
+
+    `cases` holds (target, tokens of a text); every text has another prompt and another drafter.
+    """
+    started, compared, differing, texts = time.perf_counter(), 0, 0, 0
+    while compared < tokens:
+        for target, length in cases:
+            vocab_size = target.config.vocab_size
+            drafter = tiny_drafter(target, block_size=2 + texts % 9, shift_label=texts % 2 == 0, salt=texts)
+            input_ids = prompt(4 + texts % 13, vocab_size=vocab_size, offset=100 * texts)
+            expected = plain(target, input_ids, max_new_tokens=length, pad_token_id=0)
+            mask = torch.ones_like(input_ids)
+            for generate in PATHS.values():
+                output = generate(
+                    target, drafter, input_ids, attention_mask=mask, max_new_tokens=length, pad_token_id=0
+                )
+                width = max(output.shape[1], expected.shape[1])
+                padded = [F.pad(ids, (0, width - ids.shape[1]), value=-1) for ids in (output, expected)]
+                compared += expected.shape[1] - input_ids.shape[1]
+                differing += int((padded[0] != padded[1]).sum())
+            texts += 1
+    return {
+        "tokens_compared": compared,
+        "tokens_that_differ": differing,
+        "texts": texts,
+        "transformers": transformers.__version__,
+        "seconds": round(time.perf_counter() - started, 1),
+    }
 
 
 @pytest.mark.slow
