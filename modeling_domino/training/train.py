@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from transformers import HfArgumentParser
 
+from ..modeling_domino import DominoDraftModel
 from ..provenance import provenance
 from .config import DominoTrainingArguments
 from .data import Sample, limit_sources, rank_tokens, read_samples, split_samples
@@ -86,8 +87,10 @@ def run(
         "seed": args.seed,
         "log_history": trainer.state.log_history,
     }
+    # Every rank takes part: sharded weights are gathered here.
+    trainer.save_model(args.output_dir)
     if args.should_save:
-        export(trainer.accelerator.unwrap_model(trainer.model).drafter, args.output_dir, record)
+        export(args.output_dir, record)
     return record
 
 
@@ -114,10 +117,10 @@ def make_trainer(
     return DominoTrainer(model, args, train_samples, eval_samples)
 
 
-def export(drafter, folder: str | Path, record: dict) -> None:
-    """Writes the drafter in bf16, and the record of its training, for publication."""
+def export(folder: str | Path, record: dict) -> None:
+    """Turns the fp32 drafter in `folder` into bf16 for publication, and writes the record of its training beside it."""
     folder = Path(folder)
-    drafter.to(torch.bfloat16).save_pretrained(folder)
+    DominoDraftModel.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
     (folder / "training.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
