@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextvars
 import functools
 import time
+import types
 
 import torch
 from transformers import (
@@ -362,19 +363,22 @@ class Attachment:
     def __init__(self, drafter, target):
         drafter.check_dtype()
         TargetView(target, drafter.config)
+        # A compiled target hands on to the module inside, which is the one to mark.
+        target = target.generate.__self__
         if "generate" in vars(target):
             raise ValueError("A drafter is already attached to this target; call `detach()` on it first.")
         self._target = target
-        generate = target.generate
+        generate = target.generate.__func__
 
         @functools.wraps(generate)
-        def generate_with_drafter(*args, **kwargs):
+        def generate_with_drafter(self, *args, **kwargs):
             # Another decoding method, or another assistant, was asked for by name.
             if kwargs.get("custom_generate") is None:
                 kwargs.setdefault("assistant_model", drafter)
-            return generate(*args, **kwargs)
+            return generate(self, *args, **kwargs)
 
-        target.generate = generate_with_drafter
+        # Bound, so that a copy of the target generates with its own weights.
+        target.generate = types.MethodType(generate_with_drafter, target)
 
     def detach(self) -> None:
         """Gives the target its own `generate` back; may be called twice."""

@@ -371,6 +371,25 @@ def test_attach(target, drafter, input_ids):
     assert drafter.last_run is not run and "generate" not in vars(target)
 
 
+def test_copy_of_an_attached_target(drafter, input_ids):
+    """It generates with its own weights, not with those of the target it was copied from."""
+    target = tiny_target()
+    drafter.attach(target)
+    twin = copy.deepcopy(target)
+    with torch.no_grad():
+        twin.lm_head.weight.zero_()
+    assert twin.generate(input_ids, **OPTIONS)[0, 6:].tolist() == [0] * 24
+    assert drafter.last_run.output_ids == [0] * 24
+
+
+def test_attach_to_a_compiled_target(target, drafter, input_ids):
+    compiled = torch.compile(target, backend="eager")
+    expected = target.generate(input_ids, **OPTIONS)
+    with drafter.attach(compiled):
+        assert torch.equal(compiled.generate(input_ids, **OPTIONS), expected)
+        assert drafter.last_run.new_tokens == 24
+
+
 # Installing and removing the plug.
 
 
