@@ -478,12 +478,10 @@ def compare_text(cases, tokens: int) -> dict:
             vocab_size = target.config.vocab_size
             drafter = tiny_drafter(target, block_size=2 + texts % 9, shift_label=texts % 2 == 0, salt=texts)
             input_ids = prompt(4 + texts % 13, vocab_size=vocab_size, offset=100 * texts)
-            expected = plain(target, input_ids, max_new_tokens=length, pad_token_id=0)
-            mask = torch.ones_like(input_ids)
+            options = {"attention_mask": torch.ones_like(input_ids), "max_new_tokens": length, "pad_token_id": 0}
+            expected = plain(target, input_ids, **options)
             for generate in PATHS.values():
-                output = generate(
-                    target, drafter, input_ids, attention_mask=mask, max_new_tokens=length, pad_token_id=0
-                )
+                output = generate(target, drafter, input_ids, **options)
                 width = max(output.shape[1], expected.shape[1])
                 padded = [F.pad(ids, (0, width - ids.shape[1]), value=-1) for ids in (output, expected)]
                 compared += expected.shape[1] - input_ids.shape[1]
