@@ -10,6 +10,7 @@ import importlib
 import json
 import math
 import os
+import re
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -70,6 +71,7 @@ app = typer.Typer(
 )
 
 DEMO_PROMPT = "How many positive whole-number divisors does 196 have?"
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 HEAD_PARAMETERS = ("prefix_gru.", "embed_proj.")
 WARM_UP_TOKENS = 4
 
@@ -84,13 +86,17 @@ Rounds = Annotated[
 
 
 @contextmanager
-def one_sentence_errors() -> Iterator[None]:
-    """Turns what a user can get wrong into one sentence and exit code 2."""
+def one_sentence_errors(*sources: str | None) -> Iterator[None]:
+    """Turns what a user can get wrong into one sentence and exit code 2; a failure to read `sources` names them."""
     logging.disable_progress_bar()
     try:
         yield
     except (ValueError, OSError, ImportError, FloatingPointError, SafetensorError, StrictDataclassError) as error:
-        typer.echo(f"Error: {first_sentence(error)}", err=True)
+        sentence = first_sentence(error)
+        named = [name for name in sources if name]
+        if isinstance(error, OSError) and named and not any(name in sentence for name in named):
+            sentence = f"{sentence} (reading {', '.join(named)})"
+        typer.echo(f"Error: {sentence}", err=True)
         raise typer.Exit(2) from None
 
 
@@ -153,7 +159,7 @@ def generate(
     as_json: AsJson = False,
 ) -> None:
     """Generate with a target and a drafter, beside plain generation."""
-    with one_sentence_errors():
+    with one_sentence_errors(target, drafter):
         options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
         if temperature > 0:
             options.update(temperature=temperature, top_k=top_k, top_p=top_p)
@@ -179,8 +185,8 @@ def check(
     ] = False,
 ) -> None:
     """Say whether a drafter fits a target, and why not; reads no weights but those of a drafter in a folder."""
-    with one_sentence_errors():
-        require_folders(target, drafter)
+    with one_sentence_errors(target, drafter):
+        require_sources(target, drafter)
         target_config = AutoConfig.from_pretrained(target, trust_remote_code=trust_remote_code)
         try:
             drafter_config = DominoConfig.from_pretrained(drafter)
@@ -201,8 +207,8 @@ def info(
     as_json: AsJson = False,
 ) -> None:
     """Say what a drafter is: stored, borrowed and head parameters; reads its config only."""
-    with one_sentence_errors():
-        require_folders(repo)
+    with one_sentence_errors(repo):
+        require_sources(repo)
         facts = drafter_facts(repo)
     for name, value in facts.items():
         shown = f"{value:,}" if name.endswith("_parameters") else value
@@ -226,8 +232,8 @@ def convert_command(
     force: Annotated[bool, typer.Option("--force", help="Replace the destination.")] = False,
 ) -> None:
     """Convert a drafter between the published formats; prints every key that changes."""
-    with one_sentence_errors(), warnings_as_notices():
-        require_folders(source, *([target] if target is not None else []))
+    with one_sentence_errors(source, target), warnings_as_notices():
+        require_sources(source, target)
         report = convert(
             source, destination, to=to, target=target, force=force, ignore=ignore or (), revision=revision
         )
@@ -248,7 +254,7 @@ def stage_command(
     ] = False,
 ) -> None:
     """Lay out a complete Hub repository of a drafter; exit code 3: the stamp of one does not hold."""
-    with one_sentence_errors(), warnings_as_notices():
+    with one_sentence_errors(source), warnings_as_notices():
         if verify:
             folder = output or staged_folder(source)
             try:
@@ -356,7 +362,10 @@ def bench(
         }
         if server:
             summary = benchmark_servers(server, loaded, concurrency, plan, seed, out)
-            return show_report(out, summary, as_json=as_json)
+            show_report(out)
+            if as_json:
+                typer.echo(json.dumps(summary))
+            return
         settings = Settings(
             **{name: plan[name] for name in ("max_new_tokens", "thinking", "raw", "rule", "verify_width")},
             seed=seed,
@@ -380,7 +389,9 @@ def bench(
             shard=shard,
         )
     if summary is not None:
-        show_report(out, summary, as_json=as_json)
+        show_report(out)
+        if as_json:
+            typer.echo(json.dumps(summary))
 
 
 @app.command("report")
@@ -393,17 +404,17 @@ def report_command(
         summaries = [write_report(folder) for folder in folders]
         comparison = compare_folders(folders) if len(folders) > 1 else ""
     for folder in folders:
-        typer.echo((folder / "report.md").read_text())
+        show_report(folder)
     if comparison:
         typer.echo(comparison)
     if as_json:
         typer.echo(json.dumps(summaries[0] if len(summaries) == 1 else summaries))
 
 
-def show_report(folder: Path, summary: dict[str, Any], *, as_json: bool) -> None:
-    typer.echo((folder / "report.md").read_text())
-    if as_json:
-        typer.echo(json.dumps(summary))
+def show_report(folder: Path) -> None:
+    """Prints what was measured; the file also has what others published."""
+    measured = (folder / "report.md").read_text().partition("## Published numbers")[0]
+    typer.echo(f"{measured.rstrip()}\n\nWith published numbers beside it: {folder / 'report.md'}")
 
 
 def benchmark_servers(
@@ -446,7 +457,7 @@ def benchmark_pair(
     shard: tuple[int, int],
 ) -> dict[str, Any] | None:
     """Measures a pair and writes the report; the summary, or `None` in a process that is not the first."""
-    require_folders(assistant, dflash)
+    require_sources(assistant, dflash)
     device, dtype = pair.target.device, pair.target.dtype
     weights, models = dict(pair.weights), Models(pair.target, pair.tokenizer, pair.drafter)
     if assistant is not None:
@@ -528,7 +539,7 @@ def load_pair(
     """Loads a pair; a part that is not named is the default one's."""
     if target is not None and drafter is None:
         raise ValueError(f"The target {target} needs a drafter that was trained for it: name one with --drafter.")
-    require_folders(target, drafter)
+    require_sources(target, drafter)
     weights = {}
     if drafter is None:
         draft_model, trained, _ = load_default_drafter()
@@ -554,11 +565,16 @@ def folder_of(name: str) -> Path:
     return Path(name) if Path(name).is_dir() else Path(cached_file(name, "config.json")).parent
 
 
-def require_folders(*names: str | None) -> None:
-    """Refuses what looks like a folder and is none; the Hub client would call it a malformed id."""
+def require_sources(*names: str | None) -> None:
+    """Refuses what is neither a folder with a model nor of the form of a Hub id, before the Hub is asked for minutes."""
     for name in names:
-        if name is not None and name.startswith((".", "~", os.sep)) and not Path(name).is_dir():
-            raise ValueError(f"There is no folder {name}.")
+        if name is None:
+            continue
+        if Path(name).is_dir():
+            if not (Path(name) / "config.json").is_file():
+                raise ValueError(f"The folder {name} has no config.json, so it holds no model.")
+        elif name.startswith((".", "~", os.sep)) or not HUB_ID.fullmatch(name):
+            raise ValueError(f"There is no folder {name}, and a Hub id has the form ORG/NAME.")
 
 
 def resolve_device(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:
@@ -675,9 +691,13 @@ def run_plain(pair: Pair, inputs, options: dict[str, Any], seed: int) -> tuple[l
 def encode(tokenizer, prompt: str, *, raw: bool):
     """The prompt as one user turn of the tokenizer's chat template, or as it is."""
     if raw or not tokenizer.chat_template:
-        return tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
-    chat = [{"role": "user", "content": prompt}]
-    return tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    else:
+        chat = [{"role": "user", "content": prompt}]
+        inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    if inputs["input_ids"].shape[1] == 0:
+        raise ValueError("The target's tokenizer makes no token of the prompt; are its tokenizer files there?")
+    return inputs
 
 
 def timed(work: Callable[[], Any], device: torch.device) -> tuple[Any, float]:

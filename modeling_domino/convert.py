@@ -432,12 +432,18 @@ def _config_changes(old: dict[str, Any], new: dict[str, Any]) -> Iterator[str]:
             come.remove(moved[0])
             yield f"renamed  {key} -> {moved[0]}"
         else:
-            yield f"dropped  {key} = {json.dumps(before[key])}"
+            yield f"dropped  {key} = {json.dumps(before[key])}{_twin(key, before[key], after)}"
     for key in come:
-        yield f"added    {key} = {json.dumps(after[key])}"
+        yield f"added    {key} = {json.dumps(after[key])}{_twin(key, after[key], before)}"
     for key in sorted(before.keys() & after.keys()):
         if before[key] != after[key]:
             yield f"changed  {key} = {json.dumps(before[key])} -> {json.dumps(after[key])}"
+
+
+def _twin(key: str, value: Any, config: dict[str, Any]) -> str:
+    """Says where the same value stands at another depth of the other config: nothing was lost or made up."""
+    twins = [other for other in config if other.split(".")[-1] == key.split(".")[-1] and config[other] == value]
+    return f" (same as {twins[0]} there)" if twins else ""
 
 
 def _flattened(config: dict[str, Any]) -> dict[str, Any]:

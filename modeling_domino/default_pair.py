@@ -170,7 +170,7 @@ def _dequantise(gguf: Path, gguf_sha256: str, folder: Path) -> None:
         if importlib.util.find_spec(package) is None:
             raise FileNotFoundError(
                 f"De-quantising the default target needs the package {package}, which is not installed: run "
-                "`pip install 'modeling-domino[default-pair]'`."
+                f"`pip install {package}`."
             )
     folder.parent.mkdir(parents=True, exist_ok=True)
     logger.warning(f"First start: de-quantising {gguf.name} to fp32, once, into {folder}.")

@@ -122,7 +122,7 @@ def verify_stamp(folder: Path) -> dict[str, str | None]:
         raise StampError(f"{folder} must be a staged folder, it has no {STAMP.as_posix()}; run `domino stage` first.")
     stamp = read_stamp(folder)
     if stamp["DRAFTER_ID"] is None:
-        raise StampError(f"{folder} is not stamped; stage it with --repo-id ORG/NAME.")
+        raise StampError(f"{folder} is not stamped; stage it with --repo-id ORG/NAME --tag TAG.")
     if (folder / STAMP).read_text() != stamp_text(folder, stamp["DRAFTER_ID"], stamp["DRAFTER_REVISION"]):
         raise StampError(f"Files of {folder} changed after it was stamped; stage it again.")
     return stamp

@@ -137,5 +137,5 @@ def test_datasets_are_read_from_the_hub(monkeypatch):
 
 def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ImportError, match=r"pip install 'modeling-domino\[bench\]'"):
+    with pytest.raises(ImportError, match=r"pip install datasets"):
         load_prompts("gsm8k", "hub")

@@ -150,7 +150,7 @@ def test_a_dflash_drafter_says_so(folders):
         (["--device", "abacus"], "`--device` must be auto or name a device"),
         (["--drafter", "no/such/folder"], "no/such/folder"),
         (["--target", "no/such/folder"], "no/such/folder"),
-        (["--target", "./no-such-folder"], "There is no folder ./no-such-folder."),
+        (["--target", "./no-such-folder"], "There is no folder ./no-such-folder, and a Hub id has the form ORG/NAME."),
     ],
 )
 def test_wrong_options_are_one_sentence(folders, words, sentence):

@@ -218,5 +218,5 @@ def test_a_missing_wheel_names_the_command(monkeypatch):
 
 def test_a_missing_reader_names_the_command(small_wheel, monkeypatch):
     hide(monkeypatch, "gguf")
-    with pytest.raises(FileNotFoundError, match=r"package gguf.*`pip install 'modeling-domino\[default-pair\]'`\.$"):
+    with pytest.raises(FileNotFoundError, match=r"package gguf.*`pip install gguf`\.$"):
         default_pair.default_target_folder()

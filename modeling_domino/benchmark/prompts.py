@@ -150,7 +150,7 @@ def _load_dataset(task: str) -> list[Prompt]:
     except ImportError:
         raise ImportError(
             f"Loading {task} from the Hub needs the package datasets, which is not installed: run `pip install "
-            "'modeling-domino[bench]'`, or take local prompts with --prompts."
+            "datasets`, or take local prompts with --prompts."
         ) from None
     name, split = HUB_DATASETS[task]
     if task == "livecodebench":

@@ -45,7 +45,7 @@ def generate(inputs=None, generation_config=None, *, model, assistant_model=None
         if DRAFTER_ID is None:
             raise ValueError(
                 "This copy of custom_generate does not know its drafter: pass `assistant_model=drafter`, or stage the "
-                "folder with `domino stage FOLDER --repo-id ORG/NAME`."
+                "folder with `domino stage FOLDER --repo-id ORG/NAME --tag TAG`."
             )
         assistant_model = load_drafter(model.device, hub.pop("revision", DRAFTER_REVISION), **hub)
     return model.generate(inputs, generation_config, assistant_model=assistant_model, **kwargs)
