@@ -109,6 +109,8 @@ def canonical_fields(raw: dict[str, Any]) -> dict[str, Any]:
     # Deep, because transformers completes the rope dictionary in place.
     fields = copy.deepcopy(raw)
     nested = fields.pop("dflash_config", None) or {}
+    if not isinstance(nested, dict):
+        raise ValueError(f"`dflash_config` must be a dictionary, got {nested!r}.")
     for scope in (fields, nested):
         _rename_aliases(scope)
     if layer_config := fields.pop("transformer_layer_config", None):

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Qwen3Config
 
@@ -123,7 +123,7 @@ def convert(
     destination = Path(destination)
     _check_destination(destination, Path(source), force)
     folder = _local_folder(source, revision)
-    raw = json.loads((folder / "config.json").read_text())
+    raw = _read_raw_config(folder / "config.json")
     report = Report(str(source), str(destination), to)
     tensors = _read_tensors(folder, report)
     config = _read_config(raw, tensors, set(ignore))
@@ -164,6 +164,16 @@ def _local_folder(source: str | Path, revision: str | None) -> Path:
     return folder
 
 
+def _read_raw_config(path: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} must be JSON: {error}.") from None
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {type(raw).__name__}.")
+    return raw
+
+
 def _weight_files(folder: Path) -> list[Path]:
     """The files of `model.safetensors`, one or several."""
     index = folder / "model.safetensors.index.json"
@@ -180,7 +190,7 @@ def _read_tensors(folder: Path, report: Report) -> dict[str, torch.Tensor]:
     """The drafter's own tensors under our names."""
     tensors = {}
     for file in _weight_files(folder):
-        with safe_open(file, "pt") as shard:
+        with _opened(file) as shard:
             for old in shard.keys():  # noqa: SIM118 - the shard is no dictionary
                 new = parameter_name(old)
                 if new in BORROWED_NAMES:
@@ -192,6 +202,13 @@ def _read_tensors(folder: Path, report: Report) -> dict[str, torch.Tensor]:
                     report.renamed.append((old, new))
                 tensors[new] = shard.get_tensor(old)
     return tensors
+
+
+def _opened(file: Path):
+    try:
+        return safe_open(file, "pt")
+    except SafetensorError as error:
+        raise ValueError(f"{file} is no complete safetensors file ({error}); copy or save it again.") from None
 
 
 def _read_config(raw: dict[str, Any], tensors: dict[str, torch.Tensor], ignore: set[str]) -> DominoConfig:
@@ -402,7 +419,7 @@ def _borrowed_tensors(target: str) -> tuple[torch.Tensor, torch.Tensor]:
         folder = Path(snapshot_download(str(target), allow_patterns=["*.json", "*.safetensors"]))
     found: dict[str, list] = {name: [] for name in BORROWED_NAMES}
     for file in _weight_files(folder):
-        with safe_open(file, "pt") as shard:
+        with _opened(file) as shard:
             for stored in shard.keys():  # noqa: SIM118 - the shard is no dictionary
                 for name in BORROWED_NAMES:
                     if stored == name or stored.endswith(f".{name}"):

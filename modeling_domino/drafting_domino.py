@@ -206,7 +206,8 @@ def _grow(head, view, hidden, base_logits, anchor_embeds, shape: TreeShape, temp
                 slot = hidden[0, depth].expand(state.shape[0], -1)
                 corrected = head.correct(corrected * temperature, slot, state, ids[depth]) / temperature
         log_z = torch.logaddexp(corrected.logsumexp(dim=-1), tail[depth])
-        steps = (corrected - log_z[:, None]).clamp(max=0.0)
+        # A drafter that computes NaN ranks last: its tree must still be a tree.
+        steps = (corrected - log_z[:, None]).nan_to_num(nan=-torch.inf).clamp(max=0.0)
         best, order = (value[:, :children] for value in steps.sort(dim=-1, descending=True, stable=True))
         tokens = ids[depth][order]
         scores = (lane_scores[:, None] + best).flatten()

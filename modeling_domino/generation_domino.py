@@ -27,6 +27,7 @@ STATEFUL_PROCESSORS = {
     "UnbatchedClassifierFreeGuidanceLogitsProcessor": "guidance_scale",
     "SynthIDTextWatermarkLogitsProcessor": "watermarking_config",
 }
+OTHER_METHODS = ("prompt_lookup_num_tokens", "penalty_alpha", "dola_layers", "assistant_early_exit")
 EXTRA_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 
 
@@ -105,7 +106,7 @@ def spec_generate(
         Prompts and generated ids, `[B, S + new]`, shorter sequences filled up with the pad token; `self.last_run` holds
         the statistics of the (first) sequence, `self.last_runs` those of all.
     """
-    if temperature < 0:
+    if not temperature >= 0:
         raise ValueError(f"`temperature` must be 0 (greedy) or positive, got {temperature}.")
     if temperature > 0:
         # `generate` would otherwise apply its default top-k of 50.
@@ -114,6 +115,8 @@ def spec_generate(
         kwargs = {"do_sample": False, **kwargs}
     if max_new_tokens is not None:
         kwargs["max_new_tokens"] = max_new_tokens
+    if stop_token_ids == []:
+        raise ValueError("`stop_token_ids` must hold an id, got []; leave it out for the target's own stop tokens.")
     if stop_token_ids is not None:
         kwargs["eos_token_id"] = stop_token_ids
     loop = open_loop(target, self, input_ids, **kwargs)
@@ -130,6 +133,10 @@ def open_loop(target, drafter, input_ids: torch.Tensor | None = None, **kwargs) 
 
     The loop is opened from within `target.generate`, as its decoding method, so that transformers prepares everything.
     """
+    if input_ids is not None and not torch.is_tensor(input_ids):
+        raise ValueError(f"`input_ids` must be a tensor of token ids `[B, S]`, got {type(input_ids).__name__}.")
+    if kwargs.get("assistant_model") is not None:
+        raise ValueError("Our loop has its drafter already, got `assistant_model` too; use one of the two ways.")
     criteria = StoppingCriteriaList(kwargs.pop("stopping_criteria", None) or [])
     # The core drops `tokenizer` for custom decoding methods, so stop strings are served here.
     tokenizer = kwargs.pop("tokenizer", None)
@@ -164,7 +171,8 @@ def _decoding_method(
     check_cache(cache if model_kwargs.get("use_cache", True) else None)
     check_processors(logits_processor)
     _check_inputs(model_kwargs, generation_config)
-    tree = TreeShape(nodes=tree) if isinstance(tree, int) else tree
+    # Not by class: a shape may come from another copy of this code.
+    tree = tree if tree is None or hasattr(tree, "nodes") else TreeShape(nodes=tree)
     if tree is not None:
         check_movable_rows(model, cache, what="Draft trees")
     empty_filled_cache(cache, input_ids, model_kwargs, generation_config)
@@ -216,6 +224,12 @@ def _check_inputs(model_kwargs: dict[str, Any], generation_config) -> None:
         for name, value in model_kwargs.items()
         if torch.is_tensor(value) and name not in READ_INPUTS and not name.endswith("token_type_ids")
     ]
+    methods = [name for name in OTHER_METHODS if getattr(generation_config, name, None)]
+    if methods:
+        raise ValueError(
+            f"A drafter decodes greedily or by plain sampling, got {', '.join(methods)}; leave those out, or generate "
+            "without a drafter."
+        )
     unwritten = [name for name in EXTRA_OUTPUTS if getattr(generation_config, name, None)]
     if unread or unwritten:
         raise ValueError(
@@ -246,6 +260,6 @@ def resolve_width(verify_width: int | None, config, *, least: int = 1) -> int:
     """How many drafts a round verifies at most."""
     if verify_width is None:
         return config.num_draft_tokens
-    if verify_width < least:
-        raise ValueError(f"The verify width must be at least {least}, got {verify_width}.")
+    if type(verify_width) is not int or verify_width < least:
+        raise ValueError(f"The verify width must be an integer of at least {least}, got {verify_width!r}.")
     return min(verify_width, config.num_draft_tokens)

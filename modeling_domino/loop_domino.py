@@ -102,7 +102,9 @@ class DecodeLoop:
         batch, prompt = input_ids.shape
         self.rows = list(range(batch))
         self.lengths = [prompt] * batch
-        self.ids = input_ids.new_zeros(batch, max(self.max_length, prompt) + drafter.config.block_size + 1)
+        # Pads where nothing is written yet: what processors see of a sequence that ended early.
+        size = max(self.max_length, prompt) + drafter.config.block_size + 1
+        self.ids = input_ids.new_full((batch, size), self.pad_id)
         self.ids[:, :prompt] = input_ids
         # Columns of the target's cache: those the caller filled, which the drafter does not have, then prompt and text.
         # A static cache counts in a tensor of its own, which moves on.
@@ -199,7 +201,7 @@ class DecodeLoop:
                 # Under "match" the likeliest draft is the best one at every temperature.
                 do_sample=self.rule in SAMPLED_DRAFTS,
             )
-            if self.mask is not None:
+            if self.ids.shape[0] > 1:
                 self._compact_if_worthwhile()
         draft_ids = chain.ids.to(self.ids.device)
         self._write(draft_ids, ahead=0)
@@ -354,16 +356,18 @@ class DecodeLoop:
         if not self.processors:
             return logits
         prefix = self.ids[:, : self.lengths[0]]
-        if all(isinstance(processor, SCORE_ONLY_PROCESSORS) for processor in self.processors):
+        if all(type(processor) in SCORE_ONLY_PROCESSORS for processor in self.processors):
             return self.processors(prefix, logits[0])[None]
-        # These read the text, which differs from row to row: the tree's shape is needed on the host.
-        paths = [[]]
-        for token, parent in zip(tokens[0].tolist(), parents[0].tolist()):
-            paths.append([*paths[parent], token])
-        rows = [
-            self.processors(torch.cat([prefix, prefix.new_tensor([path], dtype=prefix.dtype)], dim=1), logits[:, i])
-            for i, path in enumerate(paths)
-        ]
+        # These read the text, which differs from row to row: the tree's shape is needed on the host. A node that its
+        # parent's law rules out is left as it is: it cannot be reached, and some processors refuse such a text.
+        token_ids, parent_rows = tokens[0].tolist(), parents[0].tolist()
+        rows, paths = [self.processors(prefix, logits[:, 0])], {0: []}
+        for i, (token, parent) in enumerate(zip(token_ids, parent_rows), start=1):
+            row = logits[:, i]
+            if parent in paths and rows[parent][0, token] > -torch.inf:
+                paths[i] = [*paths[parent], token]
+                row = self.processors(torch.cat([prefix, prefix.new_tensor([paths[i]])], dim=1), row)
+            rows.append(row)
         return torch.stack(rows, dim=1)
 
     def _end_at_stop(self, row: int, step: Step) -> None:
@@ -411,6 +415,8 @@ class DecodeLoop:
             self.lengths[row] = end
             if step.own_id not in self.stop_ids and end < self.max_length and not self._criteria_stop(row, end):
                 still_open.append(i)
+            else:
+                self.ids[row, end:] = self.pad_id
         if 0 < len(still_open) < len(self.rows):
             self._keep_sequences(torch.tensor(still_open, device=self.ids.device))
         self.rows = [self.rows[i] for i in still_open]

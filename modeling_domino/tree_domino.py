@@ -31,8 +31,10 @@ class TreeShape:
 
     def __post_init__(self):
         for name in ("nodes", "lanes", "candidates", "children"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` of a draft tree must be at least 1, got {getattr(self, name)}.")
+            if type(getattr(self, name)) is not int or getattr(self, name) < 1:
+                raise ValueError(
+                    f"`{name}` of a draft tree must be an integer of at least 1, got {getattr(self, name)!r}."
+                )
 
 
 @dataclass

@@ -8,6 +8,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import shutil
 import sys
 import types
 import warnings
@@ -609,3 +610,23 @@ def test_a_drafter_of_our_own_form_keeps_everything(tmp_path):
     assert (report.renamed, report.added, report.dropped, report.config) == ([], [], [], [])
     for path in (tmp_path / "source").iterdir():
         assert (tmp_path / "again" / path.name).read_bytes() == path.read_bytes()
+
+
+def test_files_that_are_not_what_they_should_be_are_named(tmp_path):
+    broken = tmp_path / "broken"
+    shutil.copytree(GOLDEN / GOLDEN_NAMES[0], broken)
+    config = (broken / "config.json").read_text()
+    for text, message in (
+        ("", "config.json must be JSON"),
+        ("[1]", "config.json must hold a JSON object, got list"),
+        (json.dumps({**json.loads(config), "dflash_config": 7}), "`dflash_config` must be a dictionary, got 7"),
+    ):
+        (broken / "config.json").write_text(text)
+        with pytest.raises(ValueError, match=message):
+            convert(broken, tmp_path / "out")
+    (broken / "config.json").write_text(config)
+    weights = (broken / "model.safetensors").read_bytes()
+    (broken / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    with pytest.raises(ValueError, match="model.safetensors is no complete safetensors file"):
+        convert(broken, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -7,9 +7,10 @@ import dataclasses
 import pytest
 import torch
 from conftest import fill, prompt, tiny_drafter, tiny_target
-from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor, StoppingCriteria
+from transformers import DynamicCache, LogitsProcessorList, RepetitionPenaltyLogitsProcessor, StoppingCriteria
 
 from modeling_domino import loop_domino
+from modeling_domino.cache_domino import cache_keyword
 from modeling_domino.drafting_domino import draft_chain
 
 
@@ -208,6 +209,72 @@ def test_sampled_sequences_follow_the_law(rule):
         degrees = len(expected) - 1
         # Five standard deviations of the chi-square law.
         assert ((observed - expected) ** 2 / expected).sum() < degrees + 5 * (2 * degrees) ** 0.5
+
+
+@pytest.mark.parametrize("tree", [None, 8])
+def test_a_filled_cache_behind_padding(target, tree):
+    """Its columns are no waste: they once counted as hidden, and compaction threw them away."""
+    drafter = tiny_drafter(target)
+    filled, length = 200, 206
+    ids = prompt(length)
+    mask = torch.ones_like(ids)
+    mask[:, :3] = 0
+    cache = DynamicCache()
+    keyword = cache_keyword(target)
+    with torch.no_grad():
+        positions = (mask[:, :filled].cumsum(-1) - 1).clamp(min=0)
+        target(ids[:, :filled], attention_mask=mask[:, :filled], position_ids=positions, **{keyword: cache})
+    expected = target.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=20, pad_token_id=PAD)
+    output = drafter.spec_generate(
+        target,
+        ids[:, filled:],
+        attention_mask=mask,
+        max_new_tokens=20,
+        pad_token_id=PAD,
+        tree=tree,
+        **{keyword: cache},
+    )
+    assert torch.equal(output[:, 6:], expected[:, length:])
+
+
+def test_what_follows_an_end_is_padding_for_processors_too(target):
+    drafter = tiny_drafter(target)
+    ids, mask = ragged(3)
+    free = alone(target, ids, mask, max_new_tokens=20)
+    stop = free[0][2]
+
+    def only_pads_after_the_end(batch_id: int, text: torch.Tensor) -> list[int]:
+        new = text[PROMPT:].tolist()
+        # The first sequence ends at once; none of its drafts comes near its text.
+        if batch_id == 0 and new[: len(expected[0])] == expected[0]:
+            ended.append(len(new))
+            assert set(new[len(expected[0]) :]) <= {PAD}, new
+        return list(range(60))
+
+    ended = []
+
+    options = {"max_new_tokens": 20, "eos_token_id": [stop]}
+    expected = alone(target, ids, mask, **options, prefix_allowed_tokens_fn=lambda *args: list(range(60)))
+    options["prefix_allowed_tokens_fn"] = only_pads_after_the_end
+    assert together(target, drafter, ids, mask, **options) == expected
+    assert max(ended) > len(expected[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"assistant_model": object()}, "has its drafter already"),
+        ({"prompt_lookup_num_tokens": 3}, "got prompt_lookup_num_tokens"),
+        ({"temperature": float("nan")}, "must be 0 .greedy. or positive, got nan"),
+        ({"stop_token_ids": []}, "must hold an id, got"),
+        ({"verify_width": 2.5}, "must be an integer of at least 0, got 2.5"),
+    ],
+)
+def test_options_that_would_be_ignored_or_misread(target, options, message):
+    with pytest.raises(ValueError, match=message):
+        tiny_drafter(target).spec_generate(target, prompt(4), max_new_tokens=4, **options)
+    with pytest.raises(ValueError, match="must be a tensor of token ids"):
+        tiny_drafter(target).spec_generate(target, [[1, 2]], max_new_tokens=4)
 
 
 def test_refusals(target):

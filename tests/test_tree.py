@@ -282,10 +282,45 @@ def test_trace_has_parents_and_path():
         assert [step["parents"][node] for node in step["path"]] == [-1, *step["path"][:-1]][: step["accepted"]]
 
 
+@pytest.mark.parametrize("nodes", [4, 16, 60])
+def test_a_drafter_that_computes_nan_still_writes_the_targets_text(nodes):
+    """Its nodes once hung on the anchor with the depth of another parent, and the text was wrong."""
+    target = tiny_target()
+    drafter = tiny_drafter(target)
+    with torch.no_grad():
+        drafter.embed_proj[2].weight[5:40] = float("nan")
+    expected = target.generate(prompt(5), do_sample=False, max_new_tokens=30)
+    assert torch.equal(generate_loop(target, drafter, prompt(5), max_new_tokens=30, tree=nodes), expected)
+    for step in drafter.last_run.rounds:
+        depths = {-1: 0}
+        for node, parent in enumerate(step.parents or []):
+            assert parent < node
+            depths[node] = depths[parent] + 1
+        assert max(depths.values()) <= drafter.config.num_draft_tokens
+
+
+def test_processors_are_not_asked_about_texts_they_rule_out():
+    target = tiny_target(vocab_size=12)
+    drafter = tiny_drafter(target)
+
+    def allowed(batch_id: int, text: torch.Tensor) -> list[int]:
+        # Odd and even tokens by turns; the text so far must keep to it.
+        new = text[5:].tolist()
+        assert all(token % 2 == i % 2 for i, token in enumerate(new)), new
+        return list(range(len(new) % 2, 12, 2))
+
+    options = {"max_new_tokens": 20, "prefix_allowed_tokens_fn": allowed}
+    expected = target.generate(prompt(5, vocab_size=12), do_sample=False, **options)
+    assert torch.equal(generate_loop(target, drafter, prompt(5, vocab_size=12), tree=WIDE, **options), expected)
+
+
 def test_refusals():
     target = tiny_target()
     drafter = tiny_drafter(target)
-    with pytest.raises(ValueError, match="`nodes` of a draft tree must be at least 1, got 0"):
+    for wrong in (2.5, "16", True):
+        with pytest.raises(ValueError, match="must be an integer of at least 1"):
+            generate_loop(target, drafter, prompt(4), max_new_tokens=4, tree=wrong)
+    with pytest.raises(ValueError, match="`nodes` of a draft tree must be an integer of at least 1, got 0"):
         generate_loop(target, drafter, prompt(4), max_new_tokens=4, tree=0)
     with pytest.raises(ValueError, match="Trees are verified by `rule='match'`"):
         generate_loop(target, drafter, prompt(4), max_new_tokens=4, tree=4, do_sample=True, rule="speculative")
