@@ -155,7 +155,9 @@ def check_movable_rows(target: nn.Module, cache, *, what: str) -> None:
 def _check_architecture(target: nn.Module, text_config, name: str) -> None:
     if getattr(target.config, "is_encoder_decoder", False):
         raise ValueError(f"Domino drafts for decoder-only targets, {name} is an encoder-decoder; use another target.")
-    kinds = [str(kind) for kind in getattr(text_config, "layer_types", None) or []]
+    # Some older families name it otherwise.
+    kinds = getattr(text_config, "layer_types", None) or getattr(text_config, "layers_block_type", None) or []
+    kinds = [str(kind) for kind in kinds]
     recurrent = sorted({kind for kind in kinds if any(mark in kind for mark in RECURRENT_MARKS)})
     if recurrent or getattr(target, "_is_stateful", False):
         raise ValueError(
