@@ -361,6 +361,23 @@ def _tokens(records: Sequence[Record], summary: dict[str, Any]) -> str:
     return text
 
 
+def results_block(summary: dict[str, Any]) -> str:
+    """The acceptance lengths of a summary as a README or card shows them; timings stay in the report."""
+    provenance, tokens = summary["provenance"], summary["tokens"]
+    models, hardware = provenance["models"], provenance["hardware"]
+    results = {name: cells for name, cells in summary["results"].items() if not name.startswith("plain")}
+    run = {name: cells for name, cells in results.items() if any(cell != NOT_RUN for cell in cells.values())}
+    tasks = list(next(iter(run.values())))
+    rows = [[task, *(_tau(cells[task]) for cells in run.values())] for task in tasks]
+    samples = max(cell["samples"] for cells in run.values() for cell in cells.values() if cell != NOT_RUN)
+    return (
+        f"tau of {models['drafter']}, temperature {summary['temperature']:g}, {models['dtype']} on {hardware['cpu'] or hardware['gpu']}, "
+        f"up to {models['settings']['max_new_tokens']} new tokens, {samples} prompts in all, 95 % intervals:\n\n"
+        f"{table(['task', *run], rows)}\n\n"
+        f"{tokens['compared']:,} tokens compared with plain generation, {tokens['differing']:,} differ."
+    )
+
+
 def published_tables() -> str:
     """Published numbers, one table a set-up with its source and baseline."""
     published = json.loads(PUBLISHED.read_text(encoding="utf-8"))
