@@ -31,7 +31,7 @@ from modeling_domino import DominoConfig, DominoDraftModel
 from modeling_domino.benchmark.methods import Models, Settings
 from modeling_domino.benchmark.prompts import Prompt, load_prompts
 from modeling_domino.benchmark.report import compare as compare_folders
-from modeling_domino.benchmark.report import write_report
+from modeling_domino.benchmark.report import render_blocks, write_report
 from modeling_domino.benchmark.run import (
     benchmark_plan,
     comparable,
@@ -396,11 +396,22 @@ def bench(
 
 @app.command("report")
 def report_command(
-    folders: Annotated[list[Path], typer.Argument(help="Folder of a benchmark's records; several are also compared.")],
+    folders: Annotated[
+        list[Path] | None, typer.Argument(help="Folder of a benchmark's records; several are also compared.")
+    ] = None,
+    page: Annotated[
+        Path | None, typer.Option(help="Markdown page whose result blocks are made anew from the files they name.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Rebuild a benchmark's tables, plots and summary from its records; runs no model."""
     with one_sentence_errors():
+        if page is not None:
+            page.write_text(render_blocks(page), encoding="utf-8")
+        if not folders:
+            if page is None:
+                raise ValueError("Name a folder with records, or a page with --page.")
+            return
         summaries = [write_report(folder) for folder in folders]
         comparison = compare_folders(folders) if len(folders) > 1 else ""
     for folder in folders:

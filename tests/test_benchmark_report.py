@@ -19,6 +19,7 @@ from modeling_domino.benchmark.report import (
     model_index,
     published_tables,
     render,
+    render_blocks,
     write_report,
 )
 from modeling_domino.benchmark.summary import (
@@ -299,6 +300,20 @@ def test_ablations_are_compared_by_what_differs(tmp_path):
     assert "| folder | verify_width | T | method | tau | speed-up | head of round |" in text
     assert "| full | None | 0 | chain | 3.00 / 5 [3.00, 3.00] | 2.00 [2.00, 2.00] | 15.0 % |" in text
     assert "| narrow | 2 | 0 | chain | 3.00 / 3 [3.00, 3.00] |" in text
+
+
+def test_the_result_blocks_of_a_page_come_from_the_files_they_name(tmp_path):
+    write_report(folder_of(sample_records(), tmp_path / "run"))
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- results: run/summary.json -->\nold numbers\n<!-- /results -->\nafter\n")
+    text = render_blocks(page)
+    assert text.startswith("before\n<!-- results: run/summary.json -->\n\ntau of ") and text.endswith(
+        "/results -->\nafter\n"
+    )
+    assert "| task | chain |" in text and "| gsm8k | 3.00 / 5 [3.00, 3.00] |" in text
+    assert "156 tokens compared with plain generation, 0 differ." in text and "old numbers" not in text
+    page.write_text(text)
+    assert render_blocks(page) == text
 
 
 def test_a_folder_without_records_is_said(tmp_path, capsys):

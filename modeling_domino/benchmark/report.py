@@ -7,6 +7,7 @@ the same bytes each time. Plots need matplotlib and are left out, with a word, w
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -376,6 +377,20 @@ def results_block(summary: dict[str, Any]) -> str:
         f"{table(['task', *run], rows)}\n\n"
         f"{tokens['compared']:,} tokens compared with plain generation, {tokens['differing']:,} differ."
     )
+
+
+def render_blocks(page: Path) -> str:
+    """The text of a Markdown page with its result blocks made anew from the summaries that they name.
+
+    A block stands between `<!-- results: FILE -->` and `<!-- /results -->`; FILE is relative to the page.
+    """
+
+    def block(match: re.Match) -> str:
+        summary = json.loads((page.parent / match["file"]).read_text(encoding="utf-8"))
+        return f"{match['start']}\n\n{results_block(summary)}\n\n{match['end']}"
+
+    pattern = r"(?P<start><!-- results: (?P<file>\S+) -->)\n.*?(?P<end><!-- /results -->)"
+    return re.sub(pattern, block, page.read_text(encoding="utf-8"), flags=re.DOTALL)
 
 
 def published_tables() -> str:
