@@ -10,6 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from modeling_domino.benchmark.report import render_blocks
 from modeling_domino.cli import app
 
 
@@ -97,6 +98,12 @@ def test_the_snippets_on_the_default_pair_run_as_written(capsys):
     assert "".join(line.split("kept: ")[1] for line in streamed).replace("<|im_end|>", "") == answer
     # The last call sampled one sequence.
     assert len(names["drafter"].last_runs) == 1 and names["drafter"].last_run.rule == "block"
+
+
+def test_result_blocks_equal_their_files():
+    """Numbers are never typed: each block is what its file renders to."""
+    assert "<!-- results: " in README
+    assert render_blocks(ROOT / "README.md") == README
 
 
 def test_links_to_files_lead_somewhere():
