@@ -133,6 +133,11 @@ def open_loop(target, drafter, input_ids: torch.Tensor | None = None, **kwargs) 
 
     The loop is opened from within `target.generate`, as its decoding method, so that transformers prepares everything.
     """
+    if not hasattr(target, "generate"):
+        raise ValueError(
+            f"A drafter drafts for a target, got {type(target).__name__} for it; load one with AutoModelForCausalLM and "
+            "pass it first."
+        )
     if input_ids is not None and not torch.is_tensor(input_ids):
         raise ValueError(f"`input_ids` must be a tensor of token ids `[B, S]`, got {type(input_ids).__name__}.")
     if kwargs.get("assistant_model") is not None:

@@ -273,6 +273,8 @@ def test_what_follows_an_end_is_padding_for_processors_too(target):
 def test_options_that_would_be_ignored_or_misread(target, options, message):
     with pytest.raises(ValueError, match=message):
         tiny_drafter(target).spec_generate(target, prompt(4), max_new_tokens=4, **options)
+    with pytest.raises(ValueError, match="drafts for a target, got NoneType"):
+        tiny_drafter(target).spec_generate(None, prompt(4))
     with pytest.raises(ValueError, match="must be a tensor of token ids"):
         tiny_drafter(target).spec_generate(target, [[1, 2]], max_new_tokens=4)
 
