@@ -17,6 +17,7 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from modeling_domino import DominoConfig, DominoDraftModel, cli, default_pair
+from modeling_domino.benchmark.run import first_difference
 
 
 PROMPT = "w3 w1 w4 w1 w5"
@@ -192,12 +193,12 @@ def test_a_difference_is_reported_with_its_position_and_gap(folders):
     prompt = torch.tensor([[3, 1, 4]])
     plain = target.generate(prompt, max_new_tokens=6, do_sample=False)[0, 3:].tolist()
     other = [*plain[:4], (plain[4] + 1) % 64, plain[5]]
-    difference = cli.first_difference(target, prompt, plain, other)
+    difference = first_difference(target, prompt, plain, other)
     logits = target(torch.tensor([[3, 1, 4, *plain[:4]]])).logits[0, -1]
     assert difference["position"] == 4
     assert difference["logit_gap"] == pytest.approx((logits[plain[4]] - logits[other[4]]).item(), abs=1e-3)
-    assert cli.first_difference(target, prompt, plain, plain) is None
-    assert cli.first_difference(target, prompt, plain, plain[:2]) == {"position": 2, "logit_gap": None}
+    assert first_difference(target, prompt, plain, plain) is None
+    assert first_difference(target, prompt, plain, plain[:2]) == {"position": 2, "logit_gap": None}
 
 
 # ---- demo

@@ -1,0 +1,62 @@
+"""What every `domino` command shares: the application, options that recur, and errors in one sentence."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated
+
+import typer
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from transformers.utils import logging
+
+
+app = typer.Typer(
+    name="domino",
+    help="Lossless speculative decoding with Domino drafters.",
+    no_args_is_help=True,
+    add_completion=False,
+    # Locals can hold a token.
+    pretty_exceptions_show_locals=False,
+)
+
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="Most tokens to generate.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON line last.")]
+Rounds = Annotated[
+    bool, typer.Option("--rounds", help="Show every round: drafts, first miss, the target's own token.")
+]
+
+
+@contextmanager
+def one_sentence_errors(*sources: str | None) -> Iterator[None]:
+    """Turns what a user can get wrong into one sentence and exit code 2; a failure to read `sources` names them."""
+    logging.disable_progress_bar()
+    try:
+        yield
+    except (ValueError, OSError, ImportError, FloatingPointError, SafetensorError, StrictDataclassError) as error:
+        sentence = first_sentence(error)
+        named = [name for name in sources if name]
+        if isinstance(error, OSError) and named and not any(name in sentence for name in named):
+            sentence = f"{sentence} (reading {', '.join(named)})"
+        typer.echo(f"Error: {sentence}", err=True)
+        raise typer.Exit(2) from None
+
+
+@contextmanager
+def warnings_as_notices() -> Iterator[None]:
+    """Shows warnings as one line each, without the source line that raised them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = lambda message, *args, **kwargs: typer.echo(f"Warning: {message}", err=True)
+        yield
+
+
+def first_sentence(error: Exception) -> str:
+    """The first line of an error's message, and the next one where the first ends in a colon."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    count = 1
+    while count < len(lines) and lines[count - 1].endswith(":"):
+        count += 1
+    return " ".join(lines[:count])
