@@ -24,20 +24,7 @@ AUTO_MAP = {
     "AutoModelForCausalLM": "modeling_domino.DominoForCausalLM",
 }
 
-# The fields that the dialects put at top level, inside `dflash_config`, or in both places.
-DRAFTER_FIELDS = (
-    "block_size",
-    "num_target_layers",
-    "target_layer_ids",
-    "mask_token_id",
-    "projector_type",
-    "shift_label",
-    "pure_draft_prefix_len",
-    "gru_hidden_dim",
-    "emb_dim",
-)
-
-# Other names of the same fields: TorchSpec's, and speculators' (whose ids count the embedding as layer 0).
+# Other names of our fields: TorchSpec's, and speculators' (whose ids count the embedding as layer 0).
 FIELD_ALIASES = {
     "gru_hidden_size": "gru_hidden_dim",
     "correction_rank": "emb_dim",

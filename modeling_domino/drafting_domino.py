@@ -30,14 +30,6 @@ class DraftChain:
     probabilities: torch.Tensor | None = None
     base_probabilities: torch.Tensor | None = None
 
-    def details(self, row: int = 0) -> dict[str, list]:
-        """The recorded details of one sequence, named as the fields of a `Step`; empty if none were asked for."""
-        if self.base_ids is None:
-            return {}
-        return {
-            name: getattr(self, name)[row].tolist() for name in ("base_ids", "probabilities", "base_probabilities")
-        }
-
 
 def draft_chain(
     drafter,

@@ -31,7 +31,7 @@ from transformers import (
 
 from .cache_domino import DominoCache, compact, drop_last, keep_rows, start_recording
 from .drafting_domino import DraftChain, draft_chain, draft_tree
-from .record_domino import Run, StageClock, Step, set_last_runs
+from .record_domino import Run, StageClock, Step, details_of, name_of, set_last_runs
 from .taps_domino import TargetTaps
 from .target_domino import TargetView
 from .tree_domino import TreeMask, TreeShape
@@ -129,10 +129,10 @@ class DecodeLoop:
             self.tree_mask = TreeMask(self.tree.nodes + 1, size + self.tree.nodes, like=like, padding=known)
 
     def _new_run(self, prompt: int, generation_config) -> Run:
-        target, drafter = self.view.target, self.drafter
+        drafter = self.drafter
         return Run(
-            target=target.config._name_or_path or type(target).__name__,
-            drafter=drafter.config._name_or_path or type(drafter).__name__,
+            target=name_of(self.view.target),
+            drafter=name_of(drafter),
             head=drafter.head_state,
             path="loop",
             block_size=drafter.config.block_size,
@@ -216,7 +216,7 @@ class DecodeLoop:
         read = torch.cat([accepted[:, None], own[:, None], draft_ids], dim=1).tolist()
         self.clock.mark("verify")
         steps = {
-            row: Step(drafts, kept, token, **chain.details(i))
+            row: Step(drafts, kept, token, **details_of(chain, i))
             for i, (row, (kept, token, *drafts)) in enumerate(zip(self.rows, read))
         }
         for row, step in steps.items():
@@ -254,7 +254,7 @@ class DecodeLoop:
             path=[row - 1 for row in path[1 : kept + 1]],
             accepted=kept,
             own_id=token,
-            **tree.details(),
+            **details_of(tree),
         )
         self._write(self.ids.new_tensor([step.accepted_ids]), ahead=0)
         self._end_at_stop(0, step)

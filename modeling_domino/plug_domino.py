@@ -31,7 +31,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from .cache_domino import DominoCache, cache_keyword, cache_of, check_cache, check_continued_cache, empty_filled_cache
 from .drafting_domino import DraftChain, draft_chain
 from .generation_domino import check_processors, resolve_rule, resolve_width
-from .record_domino import Run, StageClock, Step, set_last_runs
+from .record_domino import Run, StageClock, Step, details_of, name_of, set_last_runs
 from .taps_domino import TargetTaps
 from .target_domino import TargetView
 
@@ -318,13 +318,12 @@ class DominoCandidateGenerator(CandidateGenerator):
         self.clock.mark("verify")
         self.stage_seconds.append(self.clock.take())
         ids = sequences[0].tolist()
-        config, target = self.drafter.config, self.view.target
         run = Run(
-            target=target.config._name_or_path or type(target).__name__,
-            drafter=config._name_or_path or type(self.drafter).__name__,
+            target=name_of(self.view.target),
+            drafter=name_of(self.drafter),
             head=self.drafter.head_state,
             path="stock",
-            block_size=config.block_size,
+            block_size=self.drafter.config.block_size,
             prompt_tokens=self.prompt_length,
             temperature=self.temperature,
             rule=self.rule,
@@ -343,7 +342,7 @@ class DominoCandidateGenerator(CandidateGenerator):
                 own_id=ids[end - 1],
                 stage_seconds=self.stage_seconds[i],
                 is_prefill=i == 0,
-                **chain.details(),
+                **details_of(chain),
             )
             step.keep_drafts(len(step.draft_ids))
             run.steps.append(step)

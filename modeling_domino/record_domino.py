@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 
+# What the drafts of a round carry beside their ids, when it is asked for.
+DETAILS = ("base_ids", "probabilities", "base_probabilities")
 STAGES = ("context", "backbone", "base_head", "domino_head", "verify", "commit", "other")
 TRACE_VERSION = 1
 
@@ -60,13 +62,13 @@ class Step:
 
     def keep_drafts(self, num_drafts: int) -> None:
         """Forgets the drafts behind the first `num_drafts`."""
-        for name in ("draft_ids", "base_ids", "probabilities", "base_probabilities"):
+        for name in ("draft_ids", *DETAILS):
             if getattr(self, name) is not None:
                 setattr(self, name, getattr(self, name)[:num_drafts])
 
     def trace(self) -> dict[str, Any]:
         """The round in the trace schema."""
-        details = {name: getattr(self, name) for name in ("base_ids", "probabilities", "base_probabilities")}
+        details = {name: getattr(self, name) for name in DETAILS}
         if not self.draft_ids:
             # Of nothing there is nothing to tell, whether details were asked for or not.
             details = dict.fromkeys(details, [])
@@ -78,6 +80,18 @@ class Step:
             "stage_seconds": self.stage_seconds,
         }
         return trace if self.parents is None else {**trace, "parents": self.parents, "path": self.path}
+
+
+def details_of(drafts, row: int = 0) -> dict[str, list]:
+    """The details of one sequence's drafts (a chain or a tree), for its `Step`; empty if none were asked for."""
+    if drafts.base_ids is None:
+        return {}
+    return {name: getattr(drafts, name)[row].tolist() for name in DETAILS}
+
+
+def name_of(model) -> str:
+    """What a record calls a model: its id or folder as it was loaded, or its class if it was not."""
+    return getattr(model.config, "_name_or_path", "") or type(model).__name__
 
 
 @dataclass

@@ -57,12 +57,6 @@ class DraftTree:
     probabilities: torch.Tensor | None = None
     base_probabilities: torch.Tensor | None = None
 
-    def details(self) -> dict[str, list]:
-        """The recorded details of the (only) sequence, named as the fields of a `Step`; empty if none were asked for."""
-        if self.base_ids is None:
-            return {}
-        return {name: getattr(self, name)[0].tolist() for name in ("base_ids", "probabilities", "base_probabilities")}
-
     def ancestors(self) -> torch.Tensor:
         """Which rows lie on the path to each row, itself included: bool `[B, N + 1, N + 1]`."""
         batch, nodes = self.tokens.shape

@@ -15,9 +15,21 @@ from huggingface_hub import HfApi, ModelCard
 from transformers import AutoConfig
 
 from modeling_domino import DominoConfig, DominoDraftModel
-from modeling_domino.configuration_domino import DRAFTER_FIELDS, FOREIGN_FEATURES, canonical_fields
+from modeling_domino.configuration_domino import FOREIGN_FEATURES, canonical_fields
 
 
+# The fields that the dialects put at top level, inside `dflash_config`, or in both places.
+DRAFTER_FIELDS = (
+    "block_size",
+    "num_target_layers",
+    "target_layer_ids",
+    "mask_token_id",
+    "projector_type",
+    "shift_label",
+    "pure_draft_prefix_len",
+    "gru_hidden_dim",
+    "emb_dim",
+)
 BACKBONE = {
     "vocab_size": 64,
     "hidden_size": 32,

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ..record_domino import name_of
 from .methods import Models, Settings, generate, generation_options, synchronize
 from .prompts import TASKS, Prompt, tasks_of_folder
 from .records import RecordFile, check_settings, key_of, read_records, write_provenance
@@ -287,7 +288,7 @@ def weight_bytes(model) -> int:
 
 def model_name(model) -> str:
     """The model's id, or the name of the folder it was loaded from: records name no path of a machine."""
-    name = getattr(model.config, "_name_or_path", "") or type(model).__name__
+    name = name_of(model)
     return Path(name).name if os.path.isabs(name) or name.startswith((".", "~")) else name
 
 

@@ -19,6 +19,7 @@ from modeling_domino.default_pair import (
     load_default_target,
     trained_drafter_folder,
 )
+from modeling_domino.record_domino import name_of
 
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -108,15 +109,11 @@ def resolve_device(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:
 
 def introduce(pair: Pair) -> None:
     """Says on standard error what runs, and plainly if the drafter is an untrained one."""
-    drafter = f"{model_name(pair.drafter)} ({pair.drafter.describe()})"
-    typer.echo(f"target {model_name(pair.target)}, drafter {drafter}", err=True)
+    drafter = f"{name_of(pair.drafter)} ({pair.drafter.describe()})"
+    typer.echo(f"target {name_of(pair.target)}, drafter {drafter}", err=True)
     if pair.trained is False:
         typer.echo(
             "The drafter is UNTRAINED: its drafts are noise, so tau stays near 1 and it is slower than plain generation; "
             "the text is the target's all the same.",
             err=True,
         )
-
-
-def model_name(model) -> str:
-    return getattr(model.config, "_name_or_path", "") or type(model).__name__
