@@ -7,16 +7,8 @@ import io
 import pytest
 from rich.console import Console
 
-from modeling_domino.render import (
-    LOOKS,
-    Mark,
-    TextPieces,
-    classify_round,
-    draw_legend,
-    draw_round,
-    draw_text,
-    printable,
-)
+from modeling_domino.render.marks import Mark, TextPieces, classify_round, printable
+from modeling_domino.render.terminal import LOOKS, draw_legend, draw_round, draw_text
 
 
 WORDS = {1: " one", 2: " two", 3: " three", 4: " four", 5: "\n", 6: "\x1b[31m", 7: "[bold]", 8: "", 10: " ten"}
@@ -45,11 +37,11 @@ def shown(text, **console_kwargs) -> str:
 def test_a_partly_accepted_round():
     marks = classify_round(round_record([1, 2, 3, 4], 2, 10, base=[1, 3, 3, 1]))
     assert marks == [
-        Mark("accepted", 1),
-        Mark("head", 2, base_id=3),
-        Mark("missed", 3),
+        Mark("accepted", 1, slot=0),
+        Mark("head", 2, base_id=3, slot=1),
+        Mark("missed", 3, slot=2),
         Mark("own", 10),
-        Mark("unused", 4, base_id=1),
+        Mark("unused", 4, base_id=1, slot=3),
     ]
 
 

@@ -23,7 +23,8 @@ from modeling_domino.cli.pair import Pair, introduce, load_pair, require_sources
 from modeling_domino.generation_domino import stream
 from modeling_domino.provenance import provenance
 from modeling_domino.record_domino import Run
-from modeling_domino.render import TextPieces, classify_round, draw_legend, draw_round, draw_text
+from modeling_domino.render.marks import TextPieces, classify_round
+from modeling_domino.render.terminal import draw_legend, draw_round, draw_text
 from modeling_domino.target_domino import check_pair
 
 

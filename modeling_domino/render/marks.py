@@ -1,18 +1,11 @@
-"""The one renderer of traces: first what each token of a round is (pure data), then how a terminal shows it.
-
-`classify_round` knows nothing of terminals, and the drawing functions know nothing of models: they take marks and a
-function from token ids to text. Every kind of token has a colour and a second cue, so that no meaning rests on colour.
-"""
+"""Marks: what each token of a round is, as pure data, for every way of showing it."""
 
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import groupby
-from typing import Any, Literal, NamedTuple
-
-from rich.text import Text
+from typing import Any, Literal
 
 
 Kind = Literal["accepted", "head", "missed", "own", "unused"]
@@ -27,11 +20,13 @@ class Mark:
             "missed" draft; the target's "own" token; "unused" draft behind the miss.
         token_id: the token.
         base_id: what the backbone alone would have picked, where that is another token and was recorded.
+        slot: its index among the drafts of the round; `None` for the target's own token.
     """
 
     kind: Kind
     token_id: int
     base_id: int | None = None
+    slot: int | None = None
 
 
 def classify_round(record: Mapping[str, Any]) -> list[Mark]:
@@ -53,7 +48,7 @@ def classify_round(record: Mapping[str, Any]) -> list[Mark]:
         miss = parents.index(end) if end in parents else len(drafts)
 
     def mark(kind: Kind, i: int) -> Mark:
-        return Mark(kind, drafts[i], None if base_ids[i] == drafts[i] else base_ids[i])
+        return Mark(kind, drafts[i], None if base_ids[i] == drafts[i] else base_ids[i], i)
 
     accepted = [mark("accepted" if base_ids[i] == drafts[i] else "head", i) for i in path]
     missed = [mark("missed", miss)] if miss < len(drafts) else []
@@ -61,22 +56,26 @@ def classify_round(record: Mapping[str, Any]) -> list[Mark]:
     return [*accepted, *missed, Mark("own", record["own_id"]), *unused]
 
 
-class Look(NamedTuple):
-    """How a terminal shows one kind of token: style, cue before, cue after, and its name in the legend."""
+def classify_without_head(record: Mapping[str, Any]) -> list[Mark]:
+    """The same round of a chain as it would have gone with the backbone's own picks: the head off, everything else equal.
 
-    style: str
-    before: str
-    after: str
-    meaning: str
+    What the target would have said is known up to its own token of the recorded round. Should the backbone have been
+    right even there, the round ends with that draft, and what would have followed stays unknown: no own token is marked.
 
+    Args:
+        record (`Mapping`): one entry of `rounds` in the trace of a chain, with its `base_ids`.
+    """
+    base_ids, kept = record["base_ids"], record["accepted"]
+    spoken = [*record["draft_ids"][:kept], record["own_id"]]
+    right = 0
+    while right < min(len(base_ids), len(spoken)) and base_ids[right] == spoken[right]:
+        right += 1
+    accepted = [Mark("accepted", base_ids[i], slot=i) for i in range(right)]
+    missed = [Mark("missed", base_ids[right], slot=right)] if right < min(len(base_ids), len(spoken)) else []
+    own = [Mark("own", spoken[right])] if right < len(spoken) else []
+    behind = range(right + len(missed), len(base_ids))
+    return [*accepted, *missed, *own, *(Mark("unused", base_ids[i], slot=i) for i in behind)]
 
-LOOKS: dict[Kind, Look] = {
-    "accepted": Look("green underline", "[", "]", "accepted draft"),
-    "head": Look("bold magenta underline", "{", "}", "accepted thanks to the head (≠ the backbone's own pick)"),
-    "missed": Look("red strike", "~", "~", "first miss"),
-    "own": Look("yellow", "<", ">", "the target's own token"),
-    "unused": Look("dim", "(", ")", "never used"),
-}
 
 # What stays in the text.
 KEPT: tuple[Kind, ...] = ("accepted", "head", "own")
@@ -128,53 +127,3 @@ def _visible(control: str) -> str:
     return (
         chr(0x2400 + code) if code < 0x20 else "\N{SYMBOL FOR DELETE}" if code == 0x7F else "\N{REPLACEMENT CHARACTER}"
     )
-
-
-def draw_text(marks: Iterable[Mark], pieces: TextPieces, *, brackets: bool) -> Text:
-    """The text a round adds, accepted drafts marked; what was not kept is left out.
-
-    Args:
-        marks: of one round, from [`classify_round`].
-        pieces (`TextPieces`): of the whole text; advanced by this round.
-        brackets (`bool`): mark with brackets, for output that shows no styles.
-    """
-    kept = [mark for mark in marks if mark.kind in KEPT]
-    drawn = Text()
-    for kind, run in groupby(kept, key=lambda mark: mark.kind):
-        piece = printable("".join(pieces.push(mark.token_id) for mark in run))
-        look = LOOKS[kind]
-        if brackets and kind != "own" and piece:
-            piece = f"{look.before}{piece}{look.after}"
-        drawn.append(piece, look.style)
-    return drawn
-
-
-def draw_round(number: int, marks: list[Mark], decode: Callable[[list[int]], str]) -> Text:
-    """One line per round: every token with its cue, and how many tokens the round gave out of those it could give."""
-    # Not as the style of the whole line, which would dim every token.
-    drawn = Text().append(f"{number:4d}  ", "dim")
-    for mark in marks:
-        look = LOOKS[mark.kind]
-        drawn.append(look.before, "dim")
-        drawn.append(_on_one_line(decode([mark.token_id])), look.style)
-        if mark.kind == "head":
-            drawn.append(f"≠{_on_one_line(decode([mark.base_id]))}", "dim strike")
-        drawn.append(look.after, "dim")
-    given = sum(mark.kind in KEPT for mark in marks)
-    drawn.append(f"  {given} / {len(marks)}", "bold")
-    return drawn
-
-
-def draw_legend(*, rounds: bool, brackets: bool = True) -> Text:
-    """One line that explains the marks of [`draw_round`] or, without `rounds`, of [`draw_text`]."""
-    drawn = Text()
-    for kind in LOOKS if rounds else KEPT:
-        look = LOOKS[kind]
-        drawn.append("   " if drawn else "")
-        bracketed = rounds or (brackets and kind != "own")
-        drawn.append(f"{look.before}{look.meaning}{look.after}" if bracketed else look.meaning, look.style)
-    return drawn
-
-
-def _on_one_line(text: str) -> str:
-    return printable(text).replace("\n", "↵").replace("\t", "⇥")
