@@ -8,12 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import urlsplit
 
 
 REPO_ID = "acme/tiny-domino"
@@ -77,55 +72,3 @@ def put_in_hub_cache(folder: Path, home: Path, *, repo_id: str = REPO_ID, tag: s
     for ref in ("main", tag):
         (repo / "refs" / ref).write_text(commit)
     return commit
-
-
-@contextmanager
-def serve_hub(folder: Path, *, repo_id: str = REPO_ID) -> Iterator[dict[str, str]]:
-    """A read-only Hub with one repository, at every revision the content of `folder`; yields the environment to use it."""
-    commit = hashlib.sha1(folder.as_posix().encode()).hexdigest()
-
-    class Hub(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            path = urlsplit(self.path).path
-            if path.startswith(f"/api/models/{repo_id}"):
-                names = [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
-                reply = {"id": repo_id, "sha": commit, "siblings": [{"rfilename": name} for name in names]}
-                return self.reply(200, json.dumps(reply).encode())
-            # /ORG/NAME/resolve/REVISION/FILE
-            *repo, verb, _, name = path[1:].split("/", 4)
-            if ("/".join(repo), verb) != (repo_id, "resolve"):
-                return self.reply(404, b"", {"X-Error-Code": "RepoNotFound"})
-            if not (folder / name).is_file():
-                return self.reply(404, b"", {"X-Error-Code": "EntryNotFound"})
-            content = (folder / name).read_bytes()
-            return self.reply(200, content, {"ETag": f'"{hashlib.sha1(content).hexdigest()}"'})
-
-        do_HEAD = do_GET
-
-        def reply(self, status: int, content: bytes, headers: dict[str, str] | None = None) -> None:
-            self.send_response(status)
-            for key, value in {
-                "X-Repo-Commit": commit,
-                "Content-Length": str(len(content)),
-                **(headers or {}),
-            }.items():
-                self.send_header(key, value)
-            self.end_headers()
-            if self.command == "GET":
-                self.wfile.write(content)
-
-        def log_message(self, *args) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield {
-            "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
-            "HF_HUB_OFFLINE": "0",
-            "HF_HUB_DISABLE_XET": "1",
-            "HF_HUB_DISABLE_TELEMETRY": "1",
-        }
-    finally:
-        server.shutdown()
-        server.server_close()

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 from conftest import prompt, tiny_drafter, tiny_target
-from fresh_process import REPO_ID, TAG, put_in_hub_cache, run_fresh, serve_hub
+from fresh_process import REPO_ID, TAG, put_in_hub_cache, run_fresh
+from hub_server import running_hub
 
 import modeling_domino
 from modeling_domino.stage import stage
@@ -123,8 +124,9 @@ text = target.generate(ids, custom_generate={REPO_ID!r}, trust_remote_code=True,
 RESULTS["text"] = text[0].tolist()
 """
     plain = target.generate(prompt(5), max_new_tokens=NEW_TOKENS, do_sample=False)[0].tolist()
-    with serve_hub(tmp_path / "staged") as online:
-        assert run_fresh(script, home, **online)["text"] == plain
+    with running_hub() as hub:
+        hub.seed(REPO_ID, tmp_path / "staged", tag=TAG)
+        assert run_fresh(script, home, **hub.environment(token=None))["text"] == plain
     assert run_fresh(script, home)["text"] == plain
 
 
