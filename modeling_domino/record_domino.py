@@ -104,6 +104,7 @@ class Run:
         kind: "chain" or "tree".
         path: "loop" (ours) or "stock" (transformers' assisted decoding).
         rule: the accept rule, "greedy", "match", "speculative" or "block".
+        packed_bytes: memory of the prepacked copies of the weights that served the forwards; 0 without.
     """
 
     target: str
@@ -117,6 +118,7 @@ class Run:
     kind: str = "chain"
     steps: list[Step] = field(default_factory=list)
     seconds: float = 0.0
+    packed_bytes: int = 0
 
     @property
     def rounds(self) -> list[Step]:
@@ -156,6 +158,7 @@ class Run:
             "prompt_tokens": self.prompt_tokens,
             "temperature": self.temperature,
             "rule": self.rule,
+            "packed_bytes": self.packed_bytes,
             "rounds": [step.trace() for step in self.rounds],
             "output_ids": self.output_ids,
             "seconds": self.seconds,

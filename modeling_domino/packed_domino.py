@@ -1,0 +1,181 @@
+"""Linear layers on prepacked weights: what makes a forward of a few rows cheap on a CPU.
+
+A forward of one token reads every weight once. With plain linear layers one of five rows costs twice as much, because
+the multiplication lays the weights out anew each time; with weights laid out once, ahead, it costs little more than one
+row. The packed copies stand beside the model's own weights (so its memory doubles) and are used inside a `with` block
+only: the model's modules, parameters and hooks stay as they are, and prompts and single rows take the usual way.
+
+This is oneDNN's blocked layout, through the operators that torch's compiler emits for frozen weights. It knows nothing of
+drafters; results agree with the usual layers to rounding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+# Without a word from the user, targets up to this size are packed: a second copy of a large model would surprise.
+AUTOMATIC_BYTES = 2 << 30
+# Below this many weights a layer costs what calling it costs.
+LEAST_WEIGHTS = 1 << 16
+# Above, both ways are bound by arithmetic, and the usual one needs no second reader of the weights.
+MOST_ROWS = 64
+# Packed must be this much faster in the measurement, or the second copy of the weights is not worth its memory.
+WORTH = 0.9
+REPEATS = 7
+DTYPES = (torch.float32, torch.bfloat16)
+
+_PACKED: weakref.WeakKeyDictionary[nn.Module, PackedLinears] = weakref.WeakKeyDictionary()
+
+
+@contextlib.contextmanager
+def packed_pair(target: nn.Module, drafter: nn.Module, *, rows: int, prepack: bool | None) -> Iterator[int]:
+    """Runs target and drafter on packed weights inside the block; yields the bytes of the copies, 0 if there are none.
+
+    The copies are made at the first call and live as long as their model.
+
+    Args:
+        target, drafter (`nn.Module`): what does not lie on a CPU, in fp32 or bf16, is left alone.
+        rows (`int`): how many rows a forward will have; packing is measured at that size.
+        prepack (`bool`, *optional*): by default targets of up to 2 GiB are packed.
+
+    Raises:
+        ValueError: if packing is asked for and nothing here can be packed.
+    """
+    sizes = [layer.weight.numel() * layer.weight.element_size() for layer in _linears(target)]
+    if prepack and not sizes:
+        raise ValueError(
+            f"`prepack=True` needs a target with plain linear layers in fp32 or bf16 on a CPU, and oneDNN in torch; "
+            f"{type(target).__name__} on {target.device} has none to pack: leave it out."
+        )
+    if prepack is False or not sizes or (prepack is None and sum(sizes) > AUTOMATIC_BYTES):
+        yield 0
+        return
+    packed = [_PACKED.setdefault(model, PackedLinears(model, rows)) for model in (target, drafter)]
+    with packed[0], packed[1]:
+        yield packed[0].num_bytes + packed[1].num_bytes
+
+
+class PackedLinears:
+    """Packed copies of the linear layers of a model, in force between `__enter__` and `__exit__`.
+
+    Every shape of layer is measured once, packed against usual; shapes that do not gain are left alone. Weights that
+    changed since are packed anew on entry. Blocks may be nested, also from several threads.
+
+    Args:
+        model (`nn.Module`): on the CPU; a weak reference is kept.
+        rows (`int`): rows of the measurement.
+    """
+
+    def __init__(self, model: nn.Module, rows: int):
+        self._model = weakref.ref(model)
+        self._rows = rows
+        self._layers: dict[nn.Linear, _PackedLayer] = {}
+        self._worthwhile: dict[Any, bool] = {}
+        self._depth = 0
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> PackedLinears:
+        with self._lock:
+            if self._depth == 0:
+                self._refresh()
+                for linear, layer in self._layers.items():
+                    # On the instance, in front of the class's method: `__exit__` leaves no trace.
+                    linear.forward = layer
+            self._depth += 1
+        return self
+
+    def __exit__(self, *exception) -> None:
+        with self._lock:
+            self._depth -= 1
+            if self._depth == 0:
+                for linear in self._layers:
+                    linear.__dict__.pop("forward", None)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the packed copies, in bytes."""
+        return sum(layer.weight.numel() * layer.weight.element_size() for layer in self._layers.values())
+
+    @torch.no_grad()
+    def _refresh(self) -> None:
+        """Packs what is new or has changed, and lets go of layers that are gone."""
+        layers = {}
+        for linear in _linears(self._model()):
+            layer = self._layers.get(linear)
+            if layer is None or not layer.is_current():
+                layer = self._pack(linear)
+            if layer is not None:
+                layers[linear] = layer
+        self._layers = layers
+
+    def _pack(self, linear: nn.Linear) -> _PackedLayer | None:
+        kind = (tuple(linear.weight.shape), linear.weight.dtype, linear.bias is not None)
+        if self._worthwhile.get(kind) is False:
+            return None
+        layer = _PackedLayer(linear)
+        if kind not in self._worthwhile:
+            rows = torch.zeros(1, self._rows, linear.in_features, dtype=linear.weight.dtype)
+            packed, usual = _fastest_of(layer.packed, layer.usual, rows)
+            self._worthwhile[kind] = packed < WORTH * usual
+        return layer if self._worthwhile[kind] else None
+
+
+class _PackedLayer:
+    """The forward of one linear layer: packed for a few rows, usual otherwise."""
+
+    def __init__(self, linear: nn.Linear):
+        self.weight, self.bias = linear.weight, linear.bias
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach().contiguous(), None)
+        self._version = linear.weight._version
+        self._linear = weakref.ref(linear)
+
+    def is_current(self) -> bool:
+        """Whether the layer still has the weights that were packed."""
+        linear = self._linear()
+        same = linear is not None and linear.weight is self.weight and linear.bias is self.bias
+        return same and self.weight._version == self._version
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        few = 1 < rows.numel() // self.weight.shape[1] <= MOST_ROWS
+        if few and rows.dtype == self.weight.dtype and not torch.is_grad_enabled():
+            return self.packed(rows)
+        return self.usual(rows)
+
+    def packed(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.ops.mkldnn._linear_pointwise(rows, self._packed, self.bias, "none", [], "")
+
+    def usual(self, rows: torch.Tensor) -> torch.Tensor:
+        return F.linear(rows, self.weight, self.bias)
+
+
+def _linears(model: nn.Module):
+    """Linear layers that nobody else has taken over: not quantised, not adapted, not offloaded, on the CPU."""
+    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return
+    for module in model.modules():
+        if type(module) is not nn.Linear or not isinstance(module.__dict__.get("forward"), (type(None), _PackedLayer)):
+            continue
+        weight = module.weight
+        if weight.device.type == "cpu" and weight.dtype in DTYPES and weight.numel() >= LEAST_WEIGHTS:
+            yield module
+
+
+def _fastest_of(first, second, rows: torch.Tensor) -> tuple[float, float]:
+    """Seconds of two functions of `rows`, taken in turns; the fastest of some calls, which other processes disturb least."""
+    best = [float("inf"), float("inf")]
+    for _ in range(REPEATS):
+        for i, function in enumerate((first, second)):
+            start = time.perf_counter()
+            function(rows)
+            best[i] = min(best[i], time.perf_counter() - start)
+    return best[0], best[1]

@@ -1,0 +1,206 @@
+"""Prepacked weights: the same results to rounding, the same texts, and a model that is left as it was."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from conftest import PATHS, fill, prompt, tiny_drafter, tiny_target
+from torch import nn
+
+from modeling_domino import packed_domino
+from modeling_domino.packed_domino import PackedLinears, packed_pair
+
+
+# Layouts add up in another order.
+ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
+
+
+@pytest.fixture
+def pack_everything(monkeypatch):
+    """Packs layers of any size, whatever the measurement on this machine says."""
+    monkeypatch.setattr(packed_domino, "LEAST_WEIGHTS", 0)
+    monkeypatch.setattr(packed_domino, "WORTH", float("inf"))
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Rows of every multiplication on packed weights."""
+    seen = []
+    original = packed_domino._PackedLayer.packed
+
+    def packed(self, rows):
+        seen.append(rows.numel() // rows.shape[-1])
+        return original(self, rows)
+
+    monkeypatch.setattr(packed_domino._PackedLayer, "packed", packed)
+    return seen
+
+
+def two_layers(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    return fill(nn.Sequential(nn.Linear(37, 130), nn.SiLU(), nn.Linear(130, 21, bias=False))).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("shape", [(2, 37), (1, 5, 37), (3, 4, 37), (1, 64, 37)])
+@torch.no_grad()
+def test_packed_equals_usual(pack_everything, calls, dtype, shape):
+    model, rows = two_layers(dtype), torch.linspace(-1, 1, 37).expand(shape).to(dtype)
+    usual = model(rows)
+    with PackedLinears(model, rows=5):
+        calls.clear()
+        torch.testing.assert_close(model(rows), usual, rtol=0, atol=ROUNDING[dtype])
+        assert calls == [rows.numel() // 37] * 2
+
+
+@pytest.mark.parametrize("rows", [1, packed_domino.MOST_ROWS + 1])
+@torch.no_grad()
+def test_single_rows_and_prompts_take_the_usual_way(pack_everything, calls, rows):
+    model, inputs = two_layers(), torch.linspace(-1, 1, 37).expand(rows, 37)
+    usual = model(inputs)
+    with PackedLinears(model, rows=5):
+        calls.clear()
+        assert torch.equal(model(inputs), usual)
+    assert calls == []
+
+
+def test_gradients_are_those_of_the_usual_way(pack_everything, calls):
+    model, inputs = two_layers(), torch.linspace(-1, 1, 37).expand(5, 37)
+    with PackedLinears(model, rows=5):
+        calls.clear()
+        model(inputs).sum().backward()
+    assert calls == [] and model[0].weight.grad.abs().sum() > 0
+
+
+@torch.no_grad()
+def test_the_model_is_left_as_it_was(pack_everything):
+    model = two_layers()
+    before, state = [dict(vars(module)) for module in model.modules()], copy.deepcopy(model.state_dict())
+    with pytest.raises(KeyboardInterrupt), PackedLinears(model, rows=5):
+        assert "forward" in vars(model[0])
+        raise KeyboardInterrupt
+    assert [dict(vars(module)) for module in model.modules()] == before
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in state.items())
+
+
+@torch.no_grad()
+def test_blocks_within_each_other_end_with_the_outer_one(pack_everything, calls):
+    model, rows = two_layers(), torch.ones(5, 37)
+    packed = PackedLinears(model, rows=5)
+    with packed:
+        with packed:
+            pass
+        calls.clear()
+        model(rows)
+        assert len(calls) == 2
+    assert "forward" not in vars(model[0])
+
+
+@pytest.mark.parametrize("change", ["in place", "replaced", "moved"])
+@torch.no_grad()
+def test_changed_weights_are_packed_anew(pack_everything, change):
+    model, rows = two_layers(), torch.linspace(-1, 1, 37).expand(5, 37)
+    packed = PackedLinears(model, rows=5)
+    with packed:
+        model(rows)
+    if change == "in place":
+        model[0].weight.mul_(2)
+    elif change == "replaced":
+        model[0].weight = nn.Parameter(model[0].weight * 2)
+    else:
+        model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()}, assign=True)
+    usual = model(rows)
+    with packed:
+        torch.testing.assert_close(model(rows), usual, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_shapes_that_do_not_gain_are_left_alone(monkeypatch, calls):
+    monkeypatch.setattr(packed_domino, "LEAST_WEIGHTS", 0)
+    monkeypatch.setattr(packed_domino, "WORTH", 0.0)
+    model = two_layers()
+    with PackedLinears(model, rows=5) as packed:
+        calls.clear()
+        model(torch.ones(5, 37))
+    assert calls == [] and packed.num_bytes == 0
+
+
+def test_adapted_and_offloaded_layers_are_left_alone(pack_everything):
+    class Adapted(nn.Linear):
+        pass
+
+    model = nn.Sequential(Adapted(37, 37), nn.Linear(37, 37), nn.Linear(37, 37, device="meta"), nn.Linear(37, 37))
+    model[1].forward = lambda rows: rows
+    with PackedLinears(model, rows=5) as packed:
+        assert packed.num_bytes == 37 * 37 * 4
+    assert model[1].forward(1) == 1
+
+
+def test_copies_live_as_long_as_their_model(pack_everything):
+    target = tiny_target()
+    with packed_pair(target, tiny_drafter(target), rows=5, prepack=None) as num_bytes:
+        assert num_bytes > 0
+    alive = weakref.ref(target)
+    del target
+    gc.collect()
+    assert alive() is None
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+def test_texts_are_the_targets(pack_everything, calls, path, kind):
+    target = tiny_target(kind)
+    drafter = tiny_drafter(target, block_size=5)
+    expected = target.generate(prompt(7), do_sample=False, max_new_tokens=40)
+    calls.clear()
+    assert torch.equal(PATHS[path](target, drafter, prompt(7), max_new_tokens=40), expected)
+    run = drafter.last_run
+    assert run.packed_bytes > 0 and run.trace()["packed_bytes"] == run.packed_bytes
+    # Verification and block are both of five rows and more; the 7 rows of the prompt are few, too.
+    assert calls.count(5) + calls.count(6) > 100
+    assert not any("forward" in vars(module) for module in target.modules())
+
+
+def test_trees_and_batches_are_served_too(pack_everything):
+    target = tiny_target()
+    drafter = tiny_drafter(target)
+    ids = prompt(7, batch=3)
+    mask = torch.ones_like(ids)
+    expected = target.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=30, pad_token_id=0)
+    output = drafter.spec_generate(target, ids, attention_mask=mask, max_new_tokens=30, pad_token_id=0)
+    assert torch.equal(output, expected) and drafter.last_run.packed_bytes > 0
+    expected = target.generate(ids[:1], do_sample=False, max_new_tokens=30)
+    assert torch.equal(drafter.spec_generate(target, ids[:1], max_new_tokens=30, tree=8), expected)
+    assert drafter.last_run.packed_bytes > 0
+
+
+def test_off_means_off(pack_everything, calls):
+    target = tiny_target()
+    drafter = tiny_drafter(target)
+    drafter.prepack = False
+    drafter.spec_generate(target, prompt(7), max_new_tokens=10)
+    assert calls == [] and drafter.last_run.packed_bytes == 0
+
+
+def test_large_targets_are_packed_on_request_only(pack_everything, monkeypatch):
+    monkeypatch.setattr(packed_domino, "AUTOMATIC_BYTES", 1000)
+    target = tiny_target()
+    drafter = tiny_drafter(target)
+    drafter.spec_generate(target, prompt(7), max_new_tokens=10)
+    assert drafter.last_run.packed_bytes == 0
+    drafter.prepack = True
+    drafter.spec_generate(target, prompt(7), max_new_tokens=10)
+    assert drafter.last_run.packed_bytes > 0
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_asking_where_nothing_can_be_packed_is_refused(path):
+    # All layers of this target are below the size that pays.
+    target = tiny_target()
+    drafter = tiny_drafter(target)
+    drafter.prepack = True
+    with pytest.raises(ValueError, match="`prepack=True` needs a target with plain linear layers"):
+        PATHS[path](target, drafter, prompt(7), max_new_tokens=10)
