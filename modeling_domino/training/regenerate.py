@@ -120,6 +120,9 @@ def answer_in_process(target, tokenizer, decoding: Decoding, *, batch_size: int 
     pad = target.generation_config.pad_token_id
     pad = min(i for i in stop_ids if i is not None) if pad is None and stop_ids != {None} else pad or 0
     options: dict[str, Any] = {"max_new_tokens": decoding.max_new_tokens, "do_sample": False, "pad_token_id": pad}
+    if target.device.type == "cpu":
+        # The default cache is copied whole for every token, which costs more than the token.
+        options.update(cache_implementation="static", disable_compile=True)
     if decoding.temperature > 0:
         options.update(do_sample=True, temperature=decoding.temperature, top_k=0, top_p=1.0)
 
