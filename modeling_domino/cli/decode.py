@@ -20,6 +20,7 @@ from modeling_domino import DominoConfig, DominoDraftModel
 from modeling_domino.benchmark.run import first_difference
 from modeling_domino.cli.app import AsJson, MaxNewTokens, Rounds, app, first_sentence, one_sentence_errors
 from modeling_domino.cli.pair import Pair, introduce, load_pair, require_sources, resolve_device
+from modeling_domino.facts import drafter_facts
 from modeling_domino.generation_domino import stream
 from modeling_domino.provenance import provenance
 from modeling_domino.record_domino import Run
@@ -29,7 +30,6 @@ from modeling_domino.target_domino import check_pair
 
 
 DEMO_PROMPT = "How many positive whole-number divisors does 196 have?"
-HEAD_PARAMETERS = ("prefix_gru.", "embed_proj.")
 WARM_UP_TOKENS = 4
 
 
@@ -124,38 +124,12 @@ def info(
     """Say what a drafter is: stored, borrowed and head parameters; reads its config only."""
     with one_sentence_errors(repo):
         require_sources(repo)
-        facts = drafter_facts(repo)
+        facts = {"drafter": repo, **drafter_facts(DominoConfig.from_pretrained(repo))}
     for name, value in facts.items():
         shown = f"{value:,}" if name.endswith("_parameters") else value
         typer.echo(f"{name.replace('_', ' '):32} {shown}")
     if as_json:
         typer.echo(json.dumps(facts))
-
-
-def drafter_facts(repo: str) -> dict[str, Any]:
-    """What `domino info` says; parameters are counted on the meta device."""
-    config = DominoConfig.from_pretrained(repo)
-    with torch.device("meta"):
-        drafter = DominoDraftModel(config)
-    sizes = {name: parameter.numel() for name, parameter in drafter.named_parameters()}
-    head = sum(size for name, size in sizes.items() if name.startswith(HEAD_PARAMETERS))
-    stored = sum(sizes.values())
-    borrowed = config.vocab_size * config.hidden_size
-    return {
-        "drafter": repo,
-        "kind": drafter.describe(),
-        "target": config.target_model or "not named in the config",
-        "stored_parameters": stored,
-        "backbone_parameters": stored - head,
-        "head_parameters": head,
-        "head_share_of_backbone_percent": round(100 * head / (stored - head), 2),
-        # One matrix where the target ties them.
-        "borrowed_embedding_parameters": borrowed,
-        "borrowed_output_head_parameters": borrowed,
-        "block_size": config.block_size,
-        "drafts_per_round": config.num_draft_tokens,
-        "mask_token_id": config.mask_token_id,
-    }
 
 
 def compare(
