@@ -27,17 +27,36 @@ class DominoCache:
     """Context keys and values of the drafter, per layer.
 
     Buffers `[B, kv_heads, capacity, head_dim]` grow by doubling; `get_seq_length()` counts committed context rows.
-    Memory: 2 x layers x kv_heads x head_dim x capacity elements per sequence.
+    Memory: 2 x layers x kv_heads x head_dim x capacity elements per sequence, where the capacity is at most twice the
+    context, or with a window (and a single sequence) about twice the window, however long the text.
+
+    Args:
+        window (`int`, *optional*): how many context rows the block sees, the last ones; all of them by default.
     """
 
-    def __init__(self):
+    def __init__(self, window: int | None = None):
         self._keys: list[torch.Tensor] = []
         self._values: list[torch.Tensor] = []
+        if window is not None and (type(window) is not int or window < 1):
+            raise ValueError(
+                f"The context window of the drafter must be an integer of at least 1, got {window!r}; leave it out to draft "
+                "from the whole context."
+            )
+        self._window = window
         self._length = 0
+        # Rows in front that are out of the window for good; the buffers begin behind them. In a batch all rows stay:
+        # compaction may bring any of them back into the window.
+        self._dropped = 0
+        self._may_drop = window is not None
 
     def get_seq_length(self) -> int:
-        """Committed context rows (S)."""
+        """Committed context rows (S), those outside the window included."""
         return self._length
+
+    @property
+    def num_visible(self) -> int:
+        """Committed context rows that the block sees."""
+        return self._length if self._window is None else min(self._length, self._window)
 
     def append(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Writes new context rows `[B, kv_heads, S', head_dim]` of one layer; they count after `commit`."""
@@ -46,19 +65,18 @@ class DominoCache:
     def commit(self, num_rows: int) -> None:
         """Counts the `num_rows` context rows that every layer has appended."""
         self._length += num_rows
+        if self._may_drop:
+            self._drop_unseen()
 
     def with_block(
         self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Context rows followed by the block's rows `[B, kv_heads, K, head_dim]`, as views; the block is not kept."""
+        """The context rows in the window followed by the block's `[B, kv_heads, K, head_dim]`, as views; the block is
+        not kept.
+        """
         end = self._write(layer_idx, keys, values)
-        return self._keys[layer_idx][:, :, :end], self._values[layer_idx][:, :, :end]
-
-    def rewind(self, num_rows: int) -> None:
-        """Forgets the last `num_rows` context rows (a cache reused across turns)."""
-        if not 0 <= num_rows <= self._length:
-            raise ValueError(f"`num_rows` must lie in 0..{self._length} (the rows held), got {num_rows}.")
-        self._length -= num_rows
+        start = end - keys.shape[2] - self.num_visible
+        return self._keys[layer_idx][:, :, start:end], self._values[layer_idx][:, :, start:end]
 
     def select_sequences(self, rows: torch.Tensor) -> None:
         """Keeps these sequences of the batch."""
@@ -72,16 +90,29 @@ class DominoCache:
         self._length = order.shape[1]
 
     def _write(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> int:
-        end = self._length + keys.shape[2]
+        start = self._length - self._dropped
+        end = start + keys.shape[2]
         if layer_idx == len(self._keys):
+            self._may_drop &= keys.shape[0] == 1
             self._keys.append(_grown(keys[:, :, :0], 0, end))
             self._values.append(_grown(values[:, :, :0], 0, end))
         elif end > self._keys[layer_idx].shape[2]:
-            self._keys[layer_idx] = _grown(self._keys[layer_idx], self._length, end)
-            self._values[layer_idx] = _grown(self._values[layer_idx], self._length, end)
-        self._keys[layer_idx][:, :, self._length : end] = keys
-        self._values[layer_idx][:, :, self._length : end] = values
+            self._keys[layer_idx] = _grown(self._keys[layer_idx], start, end)
+            self._values[layer_idx] = _grown(self._values[layer_idx], start, end)
+        self._keys[layer_idx][:, :, start:end] = keys
+        self._values[layer_idx][:, :, start:end] = values
         return end
+
+    def _drop_unseen(self) -> None:
+        """Moves the window to the front of the buffers, once as many rows are out of it as are in it."""
+        unseen = self._length - self._dropped - self._window
+        if unseen < self._window:
+            return
+        for states in (self._keys, self._values):
+            for buffer in states:
+                # Source and destination do not overlap.
+                buffer[:, :, : self._window] = buffer[:, :, unseen : unseen + self._window]
+        self._dropped += unseen
 
 
 def _grown(buffer: torch.Tensor, length: int, needed: int) -> torch.Tensor:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import pattern, prompt, tiny_drafter, tiny_target
+from conftest import PATHS, pattern, prompt, tiny_drafter, tiny_target
 from transformers import DynamicCache
 
 from modeling_domino.cache_domino import DominoCache, cache_keyword, cache_of, drop_last, empty_filled_cache
+from modeling_domino.drafting_domino import draft_chain
+from modeling_domino.record_domino import StageClock
+from modeling_domino.taps_domino import TargetTaps
+from modeling_domino.target_domino import TargetView
 
 
 def rows(length: int, offset: int = 0) -> torch.Tensor:
@@ -60,26 +64,75 @@ def test_growth_copies_seldom():
     assert len(buffers) <= 5
 
 
-def test_rewind_forgets_the_last_rows():
-    cache = DominoCache()
-    first, second, block = rows(5), rows(2, 500), rows(4, 900)
-    append(cache, first)
-    cache.rewind(3)
-    assert cache.get_seq_length() == 2
-    append(cache, second)
-    keys, _ = cache.with_block(0, block, block)
-    assert torch.equal(keys, torch.cat([first[:, :, :2], second, block], dim=2))
-    cache.rewind(0)
-    cache.rewind(4)
-    assert cache.get_seq_length() == 0
+@pytest.mark.parametrize("chunk", [1, 7, 64, 300])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_window_shows_the_last_rows(chunk, batch):
+    total = torch.cat([rows(chunk, offset) for offset in range(0, 900, chunk)], dim=2)[:batch]
+    cache = DominoCache(window=37)
+    for end in range(chunk, total.shape[2] + 1, chunk):
+        append(cache, total[:, :, end - chunk : end])
+        block = rows(4, end)[:batch]
+        keys, values = cache.with_block(1, block, -block)
+        assert torch.equal(keys, torch.cat([total[:, :, max(0, end - 37) : end] + 1, block], dim=2))
+        assert torch.equal(values[:, :, :-4], -keys[:, :, :-4])
+        assert cache.get_seq_length() == end and cache.num_visible == min(end, 37)
 
 
-@pytest.mark.parametrize("num_rows", [-1, 6])
-def test_rewind_refuses_rows_it_does_not_hold(num_rows):
-    cache = DominoCache()
-    append(cache, rows(5))
-    with pytest.raises(ValueError, match=rf"`num_rows` must lie in 0..5 .* got {num_rows}\."):
-        cache.rewind(num_rows)
+def test_a_window_bounds_the_memory_of_a_single_sequence():
+    cache = DominoCache(window=50)
+    for i in range(3000):
+        append(cache, rows(1, i)[:1], num_layers=1)
+    assert cache._keys[0].shape[2] <= 2 * 50 + 256
+
+
+@pytest.mark.parametrize("window", [0, -3, 2.5, True])
+def test_a_window_is_a_positive_number_of_tokens(window):
+    with pytest.raises(ValueError, match="context window of the drafter must be an integer of at least 1"):
+        DominoCache(window=window)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("padding", [0, 3])
+def test_drafts_in_a_window_are_those_of_its_context_alone(path, padding):
+    target = tiny_target()
+    drafter = tiny_drafter(target)
+    ids = prompt(20)
+    mask = (torch.arange(20) >= padding).long()[None]
+    expected = target.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=60, pad_token_id=0)
+    drafter.context_window = 8
+    text = PATHS[path](target, drafter, ids, attention_mask=mask, max_new_tokens=60, pad_token_id=0)
+    assert torch.equal(text, expected)
+    # The reference: one pass over the last 8 rows of context, at their positions, without any cache.
+    view = TargetView(target, drafter.config)
+    with TargetTaps(view.layers, drafter.config.target_layer_ids, use_hooks=True) as taps:
+        taps_of_text = taps.read(
+            target(text, attention_mask=(torch.arange(80) >= padding).long()[None]), device=ids.device
+        )
+    anchor = 20
+    for step in drafter.last_run.rounds:
+        if len(step.draft_ids) == drafter.config.num_draft_tokens:
+            chain = draft_chain(
+                drafter=drafter,
+                view=view,
+                cache=DominoCache(),
+                prefix_ids=text[:, anchor : anchor + 1],
+                context_hidden_states=taps_of_text[:, anchor - 8 : anchor],
+                position_ids=torch.arange(anchor - 8, anchor + drafter.config.block_size)[None] - padding,
+                num_drafts=len(step.draft_ids),
+                clock=StageClock(ids.device),
+            )
+            assert step.draft_ids == chain.ids[0].tolist()
+        anchor += step.accepted + 1
+
+
+def test_batches_in_a_window_write_what_each_writes_alone():
+    target = tiny_target()
+    drafter = tiny_drafter(target)
+    drafter.context_window = 6
+    ids = prompt(9, batch=3)
+    mask = (torch.arange(9) >= torch.tensor([[0], [2], [5]])).long()
+    options = {"attention_mask": mask, "max_new_tokens": 80, "pad_token_id": 0}
+    assert torch.equal(drafter.spec_generate(target, ids, **options), target.generate(ids, do_sample=False, **options))
 
 
 CHUNKS = [[9], [1] * 9, [4, 5], [8, 1], [1, 3, 1, 4]]
@@ -119,17 +172,6 @@ def test_default_positions_continue_behind_the_store():
     taps, block = pattern(1, 9, 64), pattern(1, 4, 32, offset=11)
     cache = DominoCache()
     drafter(block, taps[:, :5], cache=cache)
-    output = drafter(block, taps[:, 5:], cache=cache).last_hidden_state
-    torch.testing.assert_close(output, drafter(block, taps).last_hidden_state)
-
-
-@torch.no_grad()
-def test_a_rewound_context_equals_from_scratch():
-    drafter = tiny_drafter(tiny_target(), block_size=4)
-    taps, other, block = pattern(1, 9, 64), pattern(1, 4, 64, offset=77), pattern(1, 4, 32, offset=11)
-    cache = DominoCache()
-    drafter(block, torch.cat([taps[:, :5], other], dim=1), cache=cache)
-    cache.rewind(4)
     output = drafter(block, taps[:, 5:], cache=cache).last_hidden_state
     torch.testing.assert_close(output, drafter(block, taps).last_hidden_state)
 
