@@ -220,6 +220,11 @@ class DominoConfig(Qwen3Config):
         emb_dim (`int`): rank of the correction (R). Only with a head.
         gru_bias (`bool`): whether the GRU carries biases.
         target_model (`str`, *optional*): Hub id of the target that the drafter was trained for.
+        draft_candidates (`int`, *optional*): tokens per draft that the head corrects, the likeliest of the base logits; 0
+            for the whole vocabulary. By default 64 on a CPU and all elsewhere (see `resolve_options`).
+        draft_vocab (`int`, *optional*): draft from so many of the most frequent tokens, ranked in `draft_vocab.json`.
+        draft_temperatures (`list[float]`, *optional*): what each draft's logits are divided by, for a drafter that is too
+            sure or too unsure of itself at some depth; made by `domino calibrate`.
 
     Raises:
         ValueError: one sentence that names the field, what is required and what was given.
@@ -239,6 +244,9 @@ class DominoConfig(Qwen3Config):
     emb_dim: int | None = None
     gru_bias: bool = False
     target_model: str | None = None
+    draft_candidates: int | None = None
+    draft_vocab: int | None = None
+    draft_temperatures: list[float] | None = None
 
     def __post_init__(self, **kwargs):
         if "dflash_config" in kwargs:
@@ -256,6 +264,7 @@ class DominoConfig(Qwen3Config):
         self._check_taps()
         self._check_head()
         self._check_layers()
+        self._check_drafting()
 
     @property
     def has_head(self) -> bool:
@@ -322,6 +331,9 @@ class DominoConfig(Qwen3Config):
             # A head-less drafter is recognised by the absence of these keys, also by other loaders.
             for key in ("projector_type", "gru_hidden_dim", "emb_dim", "gru_bias", "pure_draft_prefix_len"):
                 output.pop(key, None)
+        for key in ("draft_candidates", "draft_vocab", "draft_temperatures"):
+            if output.get(key) is None:
+                output.pop(key, None)
         rope = dict(self.rope_parameters or {})
         output["rope_theta"] = rope.pop("rope_theta", None)
         output["rope_scaling"] = None if rope.get("rope_type", "default") == "default" else rope
@@ -384,4 +396,15 @@ class DominoConfig(Qwen3Config):
             raise ValueError(
                 f"`layer_types` must be 'full_attention' for every layer of a drafter, got {', '.join(others)} too: "
                 "drafters with other attention are not supported."
+            )
+
+    def _check_drafting(self) -> None:
+        for key, least in (("draft_candidates", 0), ("draft_vocab", 1)):
+            if getattr(self, key) is not None and getattr(self, key) < least:
+                raise ValueError(f"`{key}` must be at least {least}, got {getattr(self, key)}.")
+        temperatures = self.draft_temperatures
+        if temperatures is not None and (len(temperatures) != self.num_draft_tokens or not min(temperatures) > 0):
+            raise ValueError(
+                f"`draft_temperatures` must be {self.num_draft_tokens} positive numbers (the drafts of one block), got "
+                f"{temperatures}."
             )

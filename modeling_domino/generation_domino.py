@@ -7,6 +7,7 @@ ids, masks, cache, logits processors and stopping criteria, so every generation 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +15,15 @@ import torch
 from transformers import StoppingCriteriaList, StopStringCriteria
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from .cache_domino import cache_keyword, cache_of, check_cache, empty_filled_cache, without_sliding_layers
+from .cache_domino import (
+    cache_keyword,
+    cache_of,
+    check_cache,
+    empty_filled_cache,
+    take_context,
+    without_sliding_layers,
+)
+from .drafting_domino import resolve_options
 from .loop_domino import DecodeLoop
 from .record_domino import Step
 from .target_domino import TargetView, check_movable_rows
@@ -39,6 +48,8 @@ def stream(
     rule: str | None = None,
     verify_width: int | None = None,
     tree: TreeShape | int | None = None,
+    candidates: int | None = None,
+    draft_vocab: int | None = None,
     streamer=None,
     **generate_kwargs,
 ) -> Iterator[Step]:
@@ -53,6 +64,11 @@ def stream(
         verify_width (`int`, *optional*): most drafts to verify per round; by default all of a block, and 0 turns drafting
             off: plain decoding by our loop.
         tree (`TreeShape` or `int`, *optional*): draft a tree of that shape, or of so many nodes, instead of a chain.
+        candidates (`int`, *optional*): tokens per draft that the head corrects, the likeliest of the base logits, and that
+            the draft is chosen from; 0 for the whole vocabulary. By default the drafter's config decides, or else 64 on a
+            CPU and all elsewhere. For trees those of each depth.
+        draft_vocab (`int`, *optional*): draft from so many of the most frequent tokens, if the drafter has a ranking of
+            them (`domino draft-vocab`); 0 for the whole vocabulary. Their rows of the output head are copied once.
         streamer (`BaseStreamer`, *optional*): gets the prompt, then the tokens of each step.
         generate_kwargs: everything `target.generate` takes (`attention_mask`, `max_new_tokens`, `do_sample`,
             `stop_strings` with `tokenizer`, `logits_processor`, ...).
@@ -64,6 +80,7 @@ def stream(
         ValueError: if the pair does not fit or an option cannot be honoured; raised before the first forward.
     """
     options = {"rule": rule, "verify_width": verify_width, "tree": tree}
+    options.update(candidates=candidates, draft_vocab=draft_vocab)
     loop = open_loop(target, drafter, input_ids, **options, **generate_kwargs)
     if len(loop.rows) > 1:
         raise ValueError(
@@ -164,6 +181,8 @@ def _decoding_method(
     rule: str | None = None,
     verify_width: int | None = None,
     tree: TreeShape | int | None = None,
+    candidates: int | None = None,
+    draft_vocab: int | None = None,
     **model_kwargs,
 ) -> DecodeLoop:
     """Checks what can be checked, and hands back the loop instead of running it."""
@@ -178,9 +197,14 @@ def _decoding_method(
     _check_inputs(model_kwargs, generation_config)
     # Not by class: a shape may come from another copy of this code.
     tree = tree if tree is None or hasattr(tree, "nodes") else TreeShape(nodes=tree)
+    options = resolve_options(drafter, candidates=candidates, draft_vocab=draft_vocab, processors=logits_processor)
     if tree is not None:
+        if candidates is not None:
+            tree = dataclasses.replace(tree, candidates=candidates or drafter.config.vocab_size)
         check_movable_rows(model, cache, what="Draft trees")
-    empty_filled_cache(cache, input_ids, model_kwargs, generation_config)
+    store = take_context(cache, drafter, input_ids, model_kwargs)
+    if store is None:
+        empty_filled_cache(cache, input_ids, model_kwargs, generation_config)
     cache = without_sliding_layers(cache)
     if input_ids.shape[0] > 1:
         check_movable_rows(model, cache, what="Batches")
@@ -203,7 +227,9 @@ def _decoding_method(
         generation_config=generation_config,
         rule=resolve_rule(rule, generation_config.do_sample, sampled=sampled, tree=tree is not None),
         width=resolve_width(verify_width, drafter.config, least=0),
+        options=options,
         tree=tree,
+        store=store,
     )
 
 

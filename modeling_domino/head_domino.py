@@ -9,6 +9,8 @@ Section 3.2 of https://huggingface.co/papers/2605.29707.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -53,14 +55,26 @@ class DominoHead:
             base_logits: `[..., V]`, or those of the candidates `[..., M]`.
             hidden: backbone output at the drafts' slots, `[..., D]`.
             state: GRU states, `[..., G]`.
-            candidate_ids (*optional*): the tokens that `base_logits` covers, `[M]`; the whole vocabulary by default.
+            candidate_ids (*optional*): the tokens that `base_logits` covers, `[M]` for all rows or `[..., M]` for each;
+                the whole vocabulary by default.
         """
         first, _, last = self.embed_proj
         weight, bias = last.weight, last.bias
         if candidate_ids is not None:
             weight, bias = weight[candidate_ids], None if bias is None else bias[candidate_ids]
         features = low_rank_features(hidden, state, first.weight, first.bias)
-        return base_logits + low_rank_correction(features, weight, bias).to(base_logits.dtype)
+        if weight.dim() > 2:
+            # Rows of their own for each state: one small product each.
+            correction = (weight @ features[..., None]).squeeze(-1)
+            correction = correction if bias is None else correction + bias
+        else:
+            correction = low_rank_correction(features, weight, bias)
+        return base_logits + correction.to(base_logits.dtype)
+
+    def restricted(self, rows_of: Callable) -> DominoHead:
+        """The same head over some tokens of the vocabulary: `rows_of` gives the last layer with their rows alone."""
+        first, activation, last = self.embed_proj
+        return DominoHead(self.prefix_gru, (first, activation, rows_of(last)), self.prefix_len)
 
     def teacher_forced(
         self, base_logits: torch.Tensor, hidden: torch.Tensor, token_embeds: torch.Tensor

@@ -17,20 +17,12 @@ import torch
 from torch.nn import functional as F
 from transformers import (
     EosTokenCriteria,
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
     MaxLengthCriteria,
-    MinPLogitsWarper,
     StoppingCriteriaList,
-    SuppressTokensLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
 )
 
 from .cache_domino import DominoCache, compact, drop_last, keep_rows, start_recording
-from .drafting_domino import DraftChain, draft_chain, draft_tree
+from .drafting_domino import SCORE_ONLY_PROCESSORS, DraftChain, DraftOptions, draft_chain, draft_tree
 from .record_domino import Run, StageClock, Step, details_of, name_of, set_last_runs
 from .taps_domino import TargetTaps
 from .target_domino import TargetView
@@ -40,18 +32,6 @@ from .verification_domino import accept_block, accept_match, accept_speculative,
 
 # The rules that weigh a draft's law against the target's, and so need drafts that were sampled.
 SAMPLED_DRAFTS = {"speculative": accept_speculative, "block": accept_block}
-
-# Processors that look at the scores alone, so that all rows of a tree go through them at once.
-SCORE_ONLY_PROCESSORS = (
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    MinPLogitsWarper,
-    TypicalLogitsWarper,
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-    SuppressTokensLogitsProcessor,
-)
 
 # Compaction copies both caches, so a batch first collects as many hidden columns as half its longest text.
 HIDDEN_SHARE = 1.5
@@ -80,9 +60,10 @@ class DecodeLoop:
         generation_config,
         rule: str,
         width: int,
+        options: DraftOptions,
         tree: TreeShape | None = None,
     ):
-        self.view, self.drafter = view, drafter
+        self.view, self.drafter, self.options = view, drafter, options
         self.cache, self.keyword = cache, keyword
         self.processors, self.rule, self.width, self.tree = processors, rule, width, tree
         self.do_sample = generation_config.do_sample
@@ -293,6 +274,7 @@ class DecodeLoop:
             "clock": self.clock,
             "attention_mask": mask,
             "details": self.drafter.record_details,
+            "options": self.options,
         }
 
     def _forward(
@@ -358,7 +340,7 @@ class DecodeLoop:
         prefix = self.ids[:, : self.lengths[0]]
         if all(type(processor) in SCORE_ONLY_PROCESSORS for processor in self.processors):
             return self.processors(prefix, logits[0])[None]
-        # These read the text, which differs from row to row: the tree's shape is needed on the host. A node that its
+        # Others read the text, which differs from row to row: the tree's shape is needed on the host. A node that its
         # parent's law rules out is left as it is: it cannot be reached, and some processors refuse such a text.
         token_ids, parent_rows = tokens[0].tolist(), parents[0].tolist()
         rows, paths = [self.processors(prefix, logits[:, 0])], {0: []}

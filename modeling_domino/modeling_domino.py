@@ -13,8 +13,10 @@ rank, V vocabulary, L tapped layers, N tree nodes; n is the number of drafts of 
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Callable
+
 
 import torch
 from torch import nn
@@ -47,6 +49,7 @@ from .target_domino import (
 )
 from .tree_domino import DraftTree  # noqa: F401
 from .verification_domino import accept_match  # noqa: F401
+from .vocabulary_domino import DRAFT_VOCAB_FILE, ranking_text, read_ranking
 
 
 logger = logging.getLogger(__name__)
@@ -66,6 +69,9 @@ CHECKPOINT_NAMES = {
 
 # Attention functions that take a block without causality and its mask over context and block.
 ATTENTION = ("sdpa", "eager")
+
+# Where a drafter is read from, among the arguments of `from_pretrained`.
+HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 
 # Parameters of the target that some formats store beside the drafter's own; here they are read from the target.
 BORROWED_NAMES = ("embed_tokens.weight", "lm_head.weight")
@@ -238,7 +244,19 @@ class DominoPreTrainedModel(PreTrainedModel):
         misshaped = sorted(f"{name} {[*stored]} for {[*ours]}" for name, stored, ours in info["mismatched_keys"])
         require_tensors(pretrained_model_name_or_path, missing, unexpected, misshaped)
         model.check_dtype()
+        if pretrained_model_name_or_path is not None:
+            hub = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
+            model.draft_ranking = read_ranking(pretrained_model_name_or_path, model.config.vocab_size, **hub)
         return (model, info) if output_loading_info else model
+
+    def save_pretrained(self, save_directory, *args, **kwargs):
+        """Saves the drafter, and beside its weights the ranking of tokens if it has one."""
+        super().save_pretrained(save_directory, *args, **kwargs)
+        if self.draft_ranking is not None:
+            path = Path(save_directory, DRAFT_VOCAB_FILE)
+            scratch = path.with_name(f".{path.name}.{os.getpid()}")
+            scratch.write_text(ranking_text(self.draft_ranking), encoding="utf-8")
+            os.replace(scratch, path)
 
     def check_dtype(self) -> None:
         """Refuses fp16, in which hidden-state outliers overflow and acceptance falls to 0-6 %."""
@@ -259,6 +277,8 @@ class DominoDraftModel(DominoPreTrainedModel):
         record_details (`bool`): also record what the backbone alone would have picked, and probabilities. Costs a
             softmax over the vocabulary per draft.
         use_head (`bool`): set to `False` to bypass the correction ("head off").
+        draft_ranking (`list[int]`, *optional*): the target's tokens, the most frequent first, as far as they were seen;
+            read from `draft_vocab.json` beside the weights. `draft_vocab=` says how many of them to draft from.
     """
 
     def __init__(self, config: DominoConfig):
@@ -280,6 +300,7 @@ class DominoDraftModel(DominoPreTrainedModel):
             )
         self.use_head = True
         self.record_details = False
+        self.draft_ranking: list[int] | None = None
         install_plug()
         self.post_init()
 

@@ -29,7 +29,7 @@ from transformers import (
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from .cache_domino import DominoCache, cache_keyword, cache_of, check_cache, check_continued_cache, empty_filled_cache
-from .drafting_domino import DraftChain, draft_chain
+from .drafting_domino import DraftChain, draft_chain, resolve_options
 from .generation_domino import check_processors, resolve_rule, resolve_width
 from .record_domino import Run, StageClock, Step, details_of, name_of, set_last_runs
 from .taps_domino import TargetTaps
@@ -216,6 +216,7 @@ class DominoCandidateGenerator(CandidateGenerator):
         drafter.check_dtype()
         self.view = TargetView(target, drafter.config)
         self.drafter = drafter
+        self.options = resolve_options(drafter, processors=logits_processor)
         self.processors = logits_processor or None
         self.criteria = stopping_criteria
         self.do_sample = generation_config.do_sample
@@ -276,6 +277,7 @@ class DominoCandidateGenerator(CandidateGenerator):
             processors=self.processors,
             do_sample=self.rule == "speculative",
             details=self.drafter.record_details,
+            options=self.options,
         )
         candidates = torch.cat([input_ids, chain.ids.to(input_ids.device)], dim=1)
         keep = self._drafts_before_stop(candidates, input_ids.shape[1])

@@ -57,6 +57,10 @@ class DraftTree:
     probabilities: torch.Tensor | None = None
     base_probabilities: torch.Tensor | None = None
 
+    def first(self, nodes: int) -> DraftTree:
+        """The tree of the first nodes alone; parents come before their children, so it is one."""
+        return DraftTree(**{name: None if value is None else value[:, :nodes] for name, value in vars(self).items()})
+
     def ancestors(self) -> torch.Tensor:
         """Which rows lie on the path to each row, itself included: bool `[B, N + 1, N + 1]`."""
         batch, nodes = self.tokens.shape

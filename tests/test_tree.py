@@ -12,6 +12,7 @@ from transformers import DynamicCache, LogitsProcessorList, RepetitionPenaltyLog
 
 from modeling_domino import drafting_domino
 from modeling_domino.cache_domino import keep_rows
+from modeling_domino.drafting_domino import Block
 from modeling_domino.target_domino import TargetView
 from modeling_domino.tree_domino import DraftTree, TreeMask, TreeShape
 from modeling_domino.verification_domino import accept_tree
@@ -79,6 +80,13 @@ def best_first(view, head, hidden, base_logits, anchor_embeds, budget: int):
     return dict(found[1:])
 
 
+def grow(drafter, view, hidden, base_logits, anchor_embeds, shape, *, temperature=1.0, details=False) -> DraftTree:
+    """The builder on a block that was read already."""
+    block = Block(hidden, anchor_embeds, base_logits, drafter.head, drafter.config.vocab_size)
+    scales = [temperature] * base_logits.shape[1]
+    return drafting_domino._best_nodes(drafting_domino._grow(block, view, shape, scales, details), shape.nodes)
+
+
 @pytest.mark.parametrize("prefix_len", [0, 1, 3])
 @pytest.mark.parametrize("depth", [1, 3, 5])
 def test_frontier_builder_is_best_first_search(prefix_len, depth):
@@ -91,9 +99,7 @@ def test_frontier_builder_is_best_first_search(prefix_len, depth):
         anchor_embeds = view.embed(torch.tensor([[salt]]), like=hidden)[:, 0]
         with torch.no_grad():
             shape = TreeShape(nodes=15, lanes=15, candidates=20, children=20)
-            tree = drafting_domino._grow(
-                drafter.head, view, hidden, base_logits, anchor_embeds, shape, 1.0, details=False
-            )
+            tree = grow(drafter, view, hidden, base_logits, anchor_embeds, shape)
             expected = best_first(view, drafter.head, hidden, base_logits, anchor_embeds, 15)
         parents, tokens = tree.parents[0].tolist(), tree.tokens[0].tolist()
         grown = {
@@ -112,9 +118,8 @@ def test_fewer_candidates_keep_the_normaliser_of_the_whole_vocabulary():
     base_logits = torch.randn(1, 3, 20, generator=torch.Generator().manual_seed(0))
     hidden = torch.zeros(1, 3, 32)
     with torch.no_grad():
-        tree = drafting_domino._grow(
-            drafter.head, view, hidden, base_logits, hidden[:, 0], TreeShape(nodes=4, candidates=3), 0.5, details=True
-        )
+        shape = TreeShape(nodes=4, candidates=3)
+        tree = grow(drafter, view, hidden, base_logits, hidden[:, 0], shape, temperature=0.5, details=True)
     # Within the prefix nothing is corrected, so the scores are the tempered base law itself.
     law = (base_logits[0] / 0.5).softmax(dim=-1)
     first = tree.depths[0] == 1
