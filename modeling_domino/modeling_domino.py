@@ -16,7 +16,7 @@ import logging
 import os
 import re
 from collections.abc import Callable
-
+from pathlib import Path
 
 import torch
 from torch import nn
