@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import inspect
 import logging
+import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -126,6 +128,45 @@ def _gather(states: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     """Rows `order` `[B, m]` of keys or values `[B, heads, n, head_dim]`."""
     index = order.to(states.device)[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3])
     return states.gather(2, index)
+
+
+@dataclass
+class _Context:
+    """What a run left behind for the next turn: a drafter, its store, and the tokens `[1, S]` that both caches hold."""
+
+    drafter: weakref.ref
+    store: DominoCache
+    ids: torch.Tensor
+
+
+# By the target's cache, and for as long as that lives.
+_CONTEXTS: weakref.WeakKeyDictionary[Any, _Context] = weakref.WeakKeyDictionary()
+
+
+def keep_context(cache: Any, drafter, store: DominoCache, ids: torch.Tensor) -> None:
+    """Keeps the drafter's store beside the target's cache, for the next turn of a talk.
+
+    Args:
+        cache: the target's, as the run leaves it.
+        drafter (`DominoDraftModel`): whose store it is.
+        store (`DominoCache`): with a row for each row of `cache`.
+        ids: the tokens of those rows, `[1, S]`.
+    """
+    _CONTEXTS[cache] = _Context(weakref.ref(drafter), store, ids.clone())
+
+
+def take_context(cache: Any, drafter, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> DominoCache | None:
+    """The store that fits a cache the caller passes again, if the prompt goes on where the last run of this drafter ended.
+
+    The prompt must be whole, unpadded and longer than what the cache holds, which must be as the run left it.
+    """
+    context = _CONTEXTS.pop(cache, None)
+    if context is None or context.drafter() is not drafter:
+        return None
+    held, mask = context.ids.shape[1], model_kwargs.get("attention_mask")
+    whole = mask is None or (mask.shape == input_ids.shape and bool(mask.all()))
+    fits = whole and int(cache.get_seq_length()) == held < input_ids.shape[1]
+    return context.store if fits and torch.equal(input_ids[:, :held], context.ids) else None
 
 
 def cache_keyword(target: torch.nn.Module) -> str:

@@ -21,8 +21,9 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from .cache_domino import DominoCache, compact, drop_last, keep_rows, start_recording
+from .cache_domino import DominoCache, compact, drop_last, keep_context, keep_rows, start_recording
 from .drafting_domino import SCORE_ONLY_PROCESSORS, DraftChain, DraftOptions, draft_chain, draft_tree
+from .packed_domino import packed_pair
 from .record_domino import Run, StageClock, Step, details_of, name_of, set_last_runs
 from .taps_domino import TargetTaps
 from .target_domino import TargetView
@@ -62,6 +63,7 @@ class DecodeLoop:
         width: int,
         options: DraftOptions,
         tree: TreeShape | None = None,
+        store: DominoCache | None = None,
     ):
         self.view, self.drafter, self.options = view, drafter, options
         self.cache, self.keyword = cache, keyword
@@ -75,7 +77,7 @@ class DecodeLoop:
         self.criteria = StoppingCriteriaList(
             c for c in criteria if not isinstance(c, (MaxLengthCriteria, EosTokenCriteria))
         )
-        self.draft_cache = DominoCache()
+        self.draft_cache = DominoCache(drafter.context_window) if store is None else store
         self.taps = TargetTaps(view.layers, drafter.config.target_layer_ids)
         self.clock = StageClock(drafter.device, synchronize=drafter.record_details)
 
@@ -89,7 +91,9 @@ class DecodeLoop:
         self.ids[:, :prompt] = input_ids
         # Columns of the target's cache: those the caller filled, which the drafter does not have, then prompt and text.
         # A static cache counts in a tensor of its own, which moves on.
-        self.offset = self.columns = int(cache.get_seq_length())
+        self.columns = int(cache.get_seq_length())
+        # A store of an earlier turn holds the same rows: the prompt begins with them, and is read from there on.
+        self.offset, self.known = (self.columns, 0) if store is None else (0, self.columns)
         self.prompt_positions = position_ids[..., -prompt:].expand(*position_ids.shape[:-2], batch, prompt)
         self.anchor = self.anchor_positions = self.context = self.context_positions = None
         self._make_masks(attention_mask)
@@ -131,7 +135,9 @@ class DecodeLoop:
         """
         started = time.perf_counter()
         try:
-            with self.taps:
+            with self.taps, self._packed() as packed_bytes:
+                for run in self.runs:
+                    run.packed_bytes = packed_bytes
                 start_recording(self.cache)
                 if streamer is not None:
                     streamer.put(self.ids[:, : self.lengths[0]].cpu())
@@ -144,23 +150,38 @@ class DecodeLoop:
                             streamer.put(torch.tensor(step.token_ids))
                     yield steps
                     steps = self._round() if self.rows else None
+            self._keep_context()
         finally:
             set_last_runs(self.drafter, self.runs)
             if streamer is not None:
                 streamer.end()
 
+    def _keep_context(self) -> None:
+        """Leaves the drafter's context for the next turn, if the caller comes back with the target's cache."""
+        rows = self.draft_cache.get_seq_length() + self.context.shape[1]
+        if len(self.runs) == 1 and self.mask is None and rows == self.columns == int(self.cache.get_seq_length()):
+            positions = self.context_positions if self.context_positions.dim() == 2 else self.context_positions[0]
+            self.drafter.append_context(
+                self.context.to(self.drafter.dtype), positions.to(self.drafter.device), self.draft_cache
+            )
+            keep_context(self.cache, self.drafter, self.draft_cache, self.ids[:, : self.columns])
+
+    def _packed(self):
+        rows = 1 + (self.width if self.tree is None else self.tree.nodes)
+        return packed_pair(self.view.target, self.drafter, rows=rows, prepack=self.drafter.prepack)
+
     def _prefill(self) -> dict[int, Step]:
         """Reads the prompts and picks the first tokens, the first anchors."""
         prompt = self.lengths[0]
-        outputs = self._forward(self.ids[:, :prompt], self.prompt_positions, num_logits=1)
+        positions = self.prompt_positions[..., self.known :]
+        outputs = self._forward(self.ids[:, self.known : prompt], positions, num_logits=1)
         own = self._pick(self._process(outputs.logits[:, -1:]))
         self.clock.mark("verify")
         steps = {row: Step([], 0, token, is_prefill=True) for row, (token,) in enumerate(own.tolist())}
         # As if the anchor of the prefill were the last token of the prompt, with the rest of it in front.
         self.anchor_positions = self.prompt_positions[..., -1:]
-        self.columns += prompt - 1
-        self.context = self.taps.read(outputs, device=self.drafter.device)
-        self.context_positions = self.prompt_positions
+        self.columns += prompt - self.known - 1
+        self._collect_context(self.taps.read(outputs, device=self.drafter.device), positions)
         return self._commit(steps, own.new_zeros(own.shape[0]), own, kept=0)
 
     def _round(self) -> dict[int, Step]:
@@ -205,8 +226,9 @@ class DecodeLoop:
         # Columns for the longest continuation that is still needed; the mask hides them where less was kept.
         kept = max(step.accepted for step in steps.values())
         drop_last(self.cache, num_drafts - kept)
-        self.context = self.taps.read(outputs, kept + 1, device=self.drafter.device)
-        self.context_positions = positions[..., : kept + 1]
+        self._collect_context(
+            self.taps.read(outputs, kept + 1, device=self.drafter.device), positions[..., : kept + 1]
+        )
         return self._commit(steps, accepted, own[:, None], kept=kept)
 
     def _tree_round(self, max_depth: int) -> dict[int, Step]:
@@ -241,8 +263,7 @@ class DecodeLoop:
         self._end_at_stop(0, step)
         rows = torch.tensor([0, *(node + 1 for node in step.path)], device=device)
         keep_rows(self.cache, num_rows, rows)
-        self.context = self.taps.read(outputs, rows, device=self.drafter.device)
-        self.context_positions = positions[..., rows]
+        self._collect_context(self.taps.read(outputs, rows, device=self.drafter.device), positions[..., rows])
         return self._commit({0: step}, accepted, own[:, None], kept=step.accepted)
 
     def _pick(self, logits: torch.Tensor) -> torch.Tensor:
@@ -255,8 +276,18 @@ class DecodeLoop:
             start = self.lengths[row] + ahead
             self.ids[row, start : start + tokens.shape[1]] = tokens[i]
 
+    def _collect_context(self, taps: torch.Tensor, positions: torch.Tensor) -> None:
+        """Takes what the target says of committed rows, `[B, m, L * D]`; the next draft reads all that has come since the last."""
+        if self.context is None or self.width == 0:
+            # Without drafting nobody reads it.
+            self.context, self.context_positions = taps, positions
+        else:
+            self.context = torch.cat([self.context, taps], dim=1)
+            self.context_positions = torch.cat([self.context_positions, positions], dim=-1)
+
     def _draft_inputs(self) -> dict[str, Any]:
-        """What every way of drafting needs."""
+        """What every way of drafting needs; the context counts as read."""
+        context, self.context = self.context, None
         device, block_size = self.drafter.device, self.drafter.config.block_size
         block = self.anchor_positions + torch.arange(block_size, device=self.ids.device)
         positions = torch.cat([self.context_positions, block], dim=-1)
@@ -269,7 +300,7 @@ class DecodeLoop:
             "view": self.view,
             "cache": self.draft_cache,
             "prefix_ids": self.anchor,
-            "context_hidden_states": self.context.to(self.drafter.dtype),
+            "context_hidden_states": context.to(self.drafter.dtype),
             "position_ids": positions.to(device),
             "clock": self.clock,
             "attention_mask": mask,

@@ -40,6 +40,7 @@ from .generation_domino import spec_generate
 from .head_domino import DominoHead
 from .loop_domino import DecodeLoop  # noqa: F401
 from .ops_domino import gru_step  # noqa: F401
+from .packed_domino import packed_pair  # noqa: F401
 from .plug_domino import Attachment, candidate_generator, install_plug, run_assisted
 from .record_domino import Run, get_last_runs
 from .taps_domino import TargetTaps  # noqa: F401
@@ -279,6 +280,10 @@ class DominoDraftModel(DominoPreTrainedModel):
         use_head (`bool`): set to `False` to bypass the correction ("head off").
         draft_ranking (`list[int]`, *optional*): the target's tokens, the most frequent first, as far as they were seen;
             read from `draft_vocab.json` beside the weights. `draft_vocab=` says how many of them to draft from.
+        context_window (`int`, *optional*): how many tokens of context the drafts are made from, the last ones; bounds
+            the memory and the time of drafting in texts longer than those it was trained on. All by default.
+        prepack (`bool`, *optional*): run on prepacked weights on a CPU, with a second copy of the target's linear layers
+            (see `packed_domino.py`); by default for targets of up to 2 GiB.
     """
 
     def __init__(self, config: DominoConfig):
@@ -301,6 +306,8 @@ class DominoDraftModel(DominoPreTrainedModel):
         self.use_head = True
         self.record_details = False
         self.draft_ranking: list[int] | None = None
+        self.context_window: int | None = None
+        self.prepack: bool | None = None
         install_plug()
         self.post_init()
 
@@ -388,6 +395,8 @@ class DominoDraftModel(DominoPreTrainedModel):
             context = self.hidden_norm(self.fc(context_hidden_states))
             context_positions = self.rotary_emb(context, position_ids[:, :num_context])
         block_positions = self.rotary_emb(noise_embeds, position_ids[:, num_context:])
+        if cache is not None and attention_mask is not None and len(attention_mask.shape) == 2:
+            attention_mask = attention_mask[:, -cache.num_visible - length :]
         mask = self._expand_mask(attention_mask, noise_embeds)
         hidden_states = noise_embeds
         for layer in self.layers:

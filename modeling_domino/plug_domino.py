@@ -31,6 +31,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from .cache_domino import DominoCache, cache_keyword, cache_of, check_cache, check_continued_cache, empty_filled_cache
 from .drafting_domino import DraftChain, draft_chain, resolve_options
 from .generation_domino import check_processors, resolve_rule, resolve_width
+from .packed_domino import packed_pair
 from .record_domino import Run, StageClock, Step, details_of, name_of, set_last_runs
 from .taps_domino import TargetTaps
 from .target_domino import TargetView
@@ -143,15 +144,16 @@ def run_assisted(
     set_last_runs(drafter, [])
     token = _SESSION.set(session)
     try:
-        result = original(
-            target,
-            input_ids,
-            logits_processor=logits_processor,
-            stopping_criteria=_NotOnPrompt(stopping_criteria, input_ids.shape[1]),
-            generation_config=generation_config,
-            assistant_model=drafter,
-            **kwargs,
-        )
+        with packed_pair(target, drafter, rows=session.width + 1, prepack=drafter.prepack) as session.packed_bytes:
+            result = original(
+                target,
+                input_ids,
+                logits_processor=logits_processor,
+                stopping_criteria=_NotOnPrompt(stopping_criteria, input_ids.shape[1]),
+                generation_config=generation_config,
+                assistant_model=drafter,
+                **kwargs,
+            )
         session.finish(result if isinstance(result, torch.Tensor) else result.sequences)
         return result
     finally:
@@ -231,11 +233,12 @@ class DominoCandidateGenerator(CandidateGenerator):
         self.max_length = generation_config.max_length
         asked = generation_config.num_assistant_tokens
         self.width = resolve_width(None if asked == UNSET_ASSISTANT_TOKENS else asked, drafter.config)
-        self.cache = DominoCache()
+        self.cache = DominoCache(drafter.context_window)
         self.clock = StageClock(drafter.device, synchronize=drafter.record_details)
         self.chains: list[DraftChain] = []
         self.lengths: list[int] = []
         self.stage_seconds: list[dict[str, float]] = []
+        self.packed_bytes = 0
         self.prompt_length = input_ids.shape[1]
         self.started = time.perf_counter()
         wants_hidden = bool(generation_config.return_dict_in_generate and generation_config.output_hidden_states)
@@ -329,6 +332,7 @@ class DominoCandidateGenerator(CandidateGenerator):
             prompt_tokens=self.prompt_length,
             temperature=self.temperature,
             rule=self.rule,
+            packed_bytes=self.packed_bytes,
             seconds=time.perf_counter() - self.started,
         )
         chains = [DraftChain(ids=sequences[:, :0]), *self.chains]

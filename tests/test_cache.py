@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from conftest import PATHS, pattern, prompt, tiny_drafter, tiny_target
 from transformers import DynamicCache
 
+from modeling_domino import cache_domino
 from modeling_domino.cache_domino import DominoCache, cache_keyword, cache_of, drop_last, empty_filled_cache
 from modeling_domino.drafting_domino import draft_chain
+from modeling_domino.generation_domino import stream
 from modeling_domino.record_domino import StageClock
 from modeling_domino.taps_domino import TargetTaps
 from modeling_domino.target_domino import TargetView
@@ -223,3 +227,91 @@ def test_a_filled_cache_is_emptied_only_when_the_whole_prompt_comes_again(caplog
         empty_filled_cache(cache, ids, {"attention_mask": torch.ones(1, 6)}, Settings)
         assert cache.get_seq_length() == 0
     assert "holds 6 tokens and the whole prompt of 6" in caplog.text
+
+
+# ---- several turns on one cache
+
+
+def talk(target, drafter, turns: list[torch.Tensor], cache, **options) -> list[tuple[torch.Tensor, int]]:
+    """The text after each turn, and how many tokens its first forward read."""
+    read = []
+    handle = target.get_decoder().register_forward_pre_hook(
+        lambda module, args, kwargs: read.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    text, record = turns[0][:, :0], []
+    try:
+        for turn in turns:
+            text, start = torch.cat([text, turn], dim=1), len(read)
+            options["attention_mask"] = torch.ones_like(text)
+            text = drafter.spec_generate(target, text, 25, **{cache_keyword(target): cache}, **options)
+            record.append((text, read[start]))
+    finally:
+        handle.remove()
+    return record
+
+
+@pytest.mark.parametrize("options", [{}, {"tree": 6}, {"verify_width": 2}, {"eos_token_id": [3, 17, 40]}], ids=str)
+@pytest.mark.parametrize("window", [None, 7])
+def test_turns_on_one_cache_read_new_tokens_only(options, window, caplog):
+    target = tiny_target()
+    drafter = tiny_drafter(target)
+    drafter.context_window = window
+    options = {"pad_token_id": 0, **options}
+    cache, turns = DynamicCache(config=target.config), [prompt(9), prompt(5, offset=50), prompt(1, offset=90)]
+    with caplog.at_level("WARNING"):
+        record = talk(target, drafter, turns, cache, **options)
+    assert "emptying" not in caplog.text
+    before, run = 0, drafter.last_run
+    for (text, read), turn in zip(record, turns, strict=True):
+        prompt_length = before + turn.shape[1]
+        whole = text[:, :prompt_length]
+        fresh = drafter.spec_generate(target, whole, 25, attention_mask=torch.ones_like(whole), **options)
+        assert torch.equal(text, fresh)
+        # The last token of a text has no row in the cache yet.
+        assert read == (turn.shape[1] + 1 if before else turn.shape[1])
+        before = text.shape[1]
+    # The drafter drafts as one that has read everything.
+    assert [step.draft_ids for step in run.rounds] == [step.draft_ids for step in drafter.last_run.rounds]
+
+
+@pytest.mark.parametrize("change", ["history", "cache", "drafter"])
+def test_what_does_not_go_on_where_the_last_turn_ended_is_read_anew(change, caplog):
+    target = tiny_target()
+    drafter = tiny_drafter(target)
+    cache = DynamicCache(config=target.config)
+    argument = {cache_keyword(target): cache}
+    text = drafter.spec_generate(target, prompt(9), 20, **argument)
+    if change == "history":
+        text[0, 4] += 1
+    elif change == "cache":
+        drop_last(cache, 3)
+    else:
+        drafter = tiny_drafter(target, salt=1)
+    text = torch.cat([text, prompt(3, offset=50)], dim=1)
+    expected = target.generate(text, do_sample=False, max_new_tokens=20)
+    with caplog.at_level("WARNING"):
+        output = drafter.spec_generate(target, text, 20, **argument)
+    assert "emptying it" in caplog.text and torch.equal(output, expected)
+
+
+def test_a_turn_that_was_broken_off_is_read_anew():
+    target = tiny_target()
+    drafter = tiny_drafter(target)
+    argument = {cache_keyword(target): DynamicCache(config=target.config)}
+    steps = stream(target, drafter, prompt(9), do_sample=False, max_new_tokens=20, **argument)
+    tokens = [token for step in (next(steps), next(steps)) for token in step.token_ids]
+    steps.close()
+    text = torch.cat([prompt(9), torch.tensor([tokens]), prompt(2, offset=7)], dim=1)
+    expected = target.generate(text, do_sample=False, max_new_tokens=20)
+    assert torch.equal(drafter.spec_generate(target, text, 20, **argument), expected)
+
+
+def test_a_kept_context_lives_as_long_as_its_cache():
+    target = tiny_target()
+    drafter = tiny_drafter(target)
+    cache = DynamicCache(config=target.config)
+    drafter.spec_generate(target, prompt(9), 20, **{cache_keyword(target): cache})
+    assert len(cache_domino._CONTEXTS) == 1
+    del cache
+    gc.collect()
+    assert len(cache_domino._CONTEXTS) == 0
