@@ -14,10 +14,15 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
 
-.PHONY: demo test ci lint format wheel clean $(PEERS:%=test-%)
+.PHONY: demo space test ci lint format wheel clean $(PEERS:%=test-%)
 
 demo: .venv/stamp-demo
 	$(BIN)/domino demo $(if $(PROMPT),"$(PROMPT)")
+
+# The Space on this machine, with the default pair.
+space: .venv/stamp-demo
+	$(PIP) -e ".[space]"
+	$(BIN)/domino space
 
 test: .venv/stamp-dev
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS)

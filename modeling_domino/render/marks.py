@@ -77,6 +77,17 @@ def classify_without_head(record: Mapping[str, Any]) -> list[Mark]:
     return [*accepted, *missed, *own, *(Mark("unused", base_ids[i], slot=i) for i in behind)]
 
 
+def draft_depths(record: Mapping[str, Any]) -> list[int]:
+    """At which place behind the anchor each draft of a round stands, from 1; those of a tree share places."""
+    parents = record.get("parents")
+    if parents is None:
+        return list(range(1, len(record["draft_ids"]) + 1))
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+    return depths
+
+
 # What stays in the text.
 KEPT: tuple[Kind, ...] = ("accepted", "head", "own")
 
