@@ -26,6 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Qwe
 from .configuration_domino import DominoConfig, canonical_fields
 from .modeling_domino import BORROWED_NAMES, DominoDraftModel, parameter_name, require_tensors
 from .target_domino import check_pair
+from .vocabulary_domino import DRAFT_VOCAB_FILE
 
 
 FORMATS = ("ours", "flat", "specforge", "speculators")
@@ -138,6 +139,9 @@ def convert(
     report.num_tensors = len(tensors)
     with written_at_once(destination) as work:
         _WRITERS[to](work, config, tensors, report, target)
+        if to == "ours" and DRAFT_VOCAB_FILE in report.left:
+            shutil.copyfile(folder / DRAFT_VOCAB_FILE, work / DRAFT_VOCAB_FILE)
+            report.left.remove(DRAFT_VOCAB_FILE)
         report.config = list(_config_changes(raw, json.loads((work / "config.json").read_text())))
     return report
 

@@ -14,7 +14,7 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -154,12 +154,17 @@ def limit_sources(samples: list[Sample], most: int) -> list[Sample]:
     return [sample for sample in samples if sample.id in kept]
 
 
+def count_tokens(answers: Iterable[list[int]]) -> list[tuple[int, int]]:
+    """Token ids with their counts, by falling frequency."""
+    counts: Counter[int] = Counter()
+    for ids in answers:
+        counts.update(ids)
+    return sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+
+
 def rank_tokens(samples: list[Sample]) -> list[int]:
     """Token ids by falling frequency in the answers."""
-    counts: Counter[int] = Counter()
-    for sample in samples:
-        counts.update(sample.ids[sample.prompt_length :].tolist())
-    return [token for token, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0]))]
+    return [token for token, _ in count_tokens(sample.ids[sample.prompt_length :].tolist() for sample in samples)]
 
 
 class BlockDataset(torch.utils.data.Dataset):
