@@ -7,11 +7,13 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from conftest import tiny_tokenizer
 
 from modeling_domino.benchmark.prompts import (
     HUB_DATASETS,
     TASKS,
     Prompt,
+    context_prompts,
     load_prompts,
     read_prompts,
     tasks_of_folder,
@@ -139,3 +141,21 @@ def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ImportError, match=r"pip install datasets"):
         load_prompts("gsm8k", "hub")
+
+
+def test_contexts_have_the_length_they_are_named_by(tmp_path):
+    (tmp_path / "letters.jsonl").write_text(
+        '{"id": 1, "turns": ["a b c d e", "f g"]}\n{"id": 2, "turns": ["h i j"]}\n'
+    )
+    tokenizer = tiny_tokenizer()
+    tasks = context_prompts([1, 7, 35], tokenizer, tmp_path, count=2)
+    assert list(tasks) == ["context-1", "context-7", "context-35"]
+    assert [prompt.id for prompt in tasks["context-7"]] == ["context-7/0", "context-7/1"]
+    first, second = (prompt.turns[0] for prompt in tasks["context-7"])
+    # The text goes round: the second prompt begins in its middle.
+    assert first == "a b c d e f g" and second == "f g h i j a b"
+    for length in (1, 7, 35):
+        for prompt in tasks[f"context-{length}"]:
+            assert len(tokenizer(prompt.turns[0])["input_ids"]) == length
+    with pytest.raises(ValueError, match="at least 1 token, got 0"):
+        context_prompts([0], tokenizer, tmp_path)

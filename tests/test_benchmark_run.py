@@ -22,13 +22,16 @@ from modeling_domino.benchmark.methods import Models, Settings
 from modeling_domino.benchmark.prompts import Prompt, tasks_of_folder
 from modeling_domino.benchmark.records import RecordFile, key_of, read_provenance, read_records
 from modeling_domino.benchmark.run import (
+    LINUX_PEAK,
     METHODS,
     PAPER,
     benchmark_plan,
     count_differing,
     deviations,
     expand_methods,
+    forget_peak_memory,
     models_facts,
+    peak_memory_mb,
     run_benchmark,
     weight_bytes,
 )
@@ -349,8 +352,45 @@ def test_the_command_prints_the_summary_last(pair, tmp_path):
     assert "There is no task three" in refused("--tasks", "one,three")
     assert "There is no preset best" in refused("--preset", "best")
     assert "takes numbers separated by commas" in refused("--temperatures", "0,warm")
+    assert "`--contexts` takes numbers separated by commas, got 10,long" in refused("--contexts", "10,long")
+    assert "leave out --tasks and --server" in refused("--contexts", "10", "--tasks", "one")
     assert "sampled chains: match, speculative, block, got typical" in refused("--rule", "typical")
     assert "Methods not run: prompt-lookup" in CliRunner().invoke(cli.app, ["report", str(tmp_path / "out")]).stdout
+
+
+def test_the_cost_of_a_round_is_measured_by_context(pair, tmp_path):
+    for part, name in ((pair.target, "target"), (pair.tokenizer, "target"), (pair.drafter, "drafter")):
+        part.save_pretrained(tmp_path / name)
+    (tmp_path / "one.jsonl").write_text('{"id": "one/0", "turns": ["w3 w1 w5 w7"]}\n')
+    words = ["bench", "--target", str(tmp_path / "target"), "--drafter", str(tmp_path / "drafter"), "--raw", "--json"]
+    words += [
+        "--prompts",
+        str(tmp_path),
+        "--out",
+        str(tmp_path / "out"),
+        "--methods",
+        "chain",
+        "--max-new-tokens",
+        "8",
+    ]
+    result = CliRunner().invoke(cli.app, [*words, "--contexts", "5,50"])
+    assert result.exit_code == 0, result.output
+    cells = json.loads(result.stdout.splitlines()[-1])["results"]["chain"]
+    assert list(cells) == ["context-5", "context-50", "average"]
+    assert all(cell["round_cost"] > 0 for cell in cells.values())
+    assert {record["prompt_tokens"] for record in read_records(tmp_path / "out")} == {5, 50}
+
+
+@pytest.mark.skipif(not LINUX_PEAK.exists(), reason="the peak of a process is reset on Linux only")
+def test_the_peak_of_memory_is_that_of_one_generation():
+    cpu = torch.device("cpu")
+    forget_peak_memory(cpu)
+    before = peak_memory_mb(cpu)
+    del_me = torch.ones(64 << 20, dtype=torch.uint8)
+    assert peak_memory_mb(cpu) >= before + 60
+    del del_me
+    forget_peak_memory(cpu)
+    assert peak_memory_mb(cpu) < before + 40
 
 
 def test_the_papers_set_up_and_deviations_from_it():

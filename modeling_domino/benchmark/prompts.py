@@ -73,6 +73,33 @@ def load_prompts(
     return read_prompts(file)[:max_samples]
 
 
+def context_prompts(
+    lengths: Iterable[int], tokenizer, source: str | Path = "dev", *, count: int = 1
+) -> dict[str, list[Prompt]]:
+    """Tasks `context-N` whose prompts have about N tokens: how the cost of a round grows with the context.
+
+    The text is that of all prompts of `source`, one behind the other; it asks for nothing in particular.
+
+    Args:
+        lengths: numbers of tokens.
+        tokenizer: the target's.
+        count (`int`): prompts of each length, which begin at different places.
+    """
+    texts = [
+        turn for task in tasks_of_folder(source) for prompt in load_prompts(task, source) for turn in prompt.turns
+    ]
+    ids = tokenizer("\n\n".join(texts), add_special_tokens=False)["input_ids"]
+    tasks = {}
+    for length in lengths:
+        if length < 1:
+            raise ValueError(f"A context must have at least 1 token, got {length}.")
+        starts = [len(ids) * i // count for i in range(count)]
+        rows = [(ids[start:] + ids * (1 + length // len(ids)))[:length] for start in starts]
+        name = f"context-{length}"
+        tasks[name] = [Prompt(f"{name}/{i}", (tokenizer.decode(row),)) for i, row in enumerate(rows)]
+    return tasks
+
+
 def tasks_of_folder(source: str | Path) -> list[str]:
     """The tasks with a file in a folder, or of "dev"; those of the papers first, in their order."""
     folder = DEV_PROMPTS if source == "dev" else Path(source)

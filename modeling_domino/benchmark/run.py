@@ -6,8 +6,10 @@ measured twice, with `target.generate` and with our own loop without drafts; the
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +27,7 @@ from .summary import METHODS, PLAIN
 
 
 WARM_UP_TOKENS = 8
+LINUX_PEAK = Path("/proc/self/status")
 BANDWIDTH_BYTES = 1 << 28
 
 # The set-up of the papers; `deviations` says how a run differs from it.
@@ -127,8 +130,7 @@ class _Job:
         new_tokens = min(settings.max_new_tokens, context_size(models.target) - self.inputs["input_ids"].shape[1])
         options = generation_options(self.temperature, new_tokens)
         device = models.target.device
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
+        forget_peak_memory(device)
         torch.manual_seed(settings.seed)
         measured = generate(models, self.method, self.inputs, options, settings)
         compared = self.temperature == 0 and self.method != PLAIN[0]
@@ -251,10 +253,26 @@ def sha256_of_ids(ids: list[int]) -> str:
     return hashlib.sha256(" ".join(map(str, ids)).encode()).hexdigest()
 
 
+def forget_peak_memory(device: torch.device) -> None:
+    """Starts a new measurement of [`peak_memory_mb`], where that is possible."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    elif LINUX_PEAK.exists():
+        # Not every container lets a process reset its own mark; the peak is then that of the process so far.
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
+
+
 def peak_memory_mb(device: torch.device) -> float | None:
-    """Of this generation on CUDA; elsewhere of the process so far, all methods together; `None` where nobody counts."""
+    """Most memory since [`forget_peak_memory`]: on CUDA of tensors, on Linux of the process, elsewhere of the process so
+    far; `None` where nobody counts.
+    """
     if device.type == "cuda":
         return round(torch.cuda.max_memory_allocated(device) / 2**20, 1)
+    if LINUX_PEAK.exists():
+        peak = re.search(r"^VmHWM:\s+(\d+) kB", LINUX_PEAK.read_text(), flags=re.MULTILINE)
+        if peak is not None:
+            return round(int(peak[1]) / 2**10, 1)
     try:
         import resource
     except ImportError:

@@ -7,6 +7,7 @@ Pure functions of records, without torch; the same records give the same numbers
   which is how DFlash's scripts average.
 - speed-up: seconds a token of the plain baseline over those of the method, on the same prompts, without reading the
   prompt, as in the papers; `speedup_total` includes it. mean, median and sd are over the prompts' own speed-ups.
+- round cost: seconds a round over plain generation's seconds a token, on the same prompts; what tau must exceed to pay.
 - intervals: 95 %, from resampling prompts together with their baseline (paired); a prompt's turns stay together.
 """
 
@@ -168,6 +169,12 @@ def speedup_of(sums: Sequence[float]) -> float | None:
     return (sums[4] / sums[5]) / (sums[2] / sums[3])
 
 
+def round_cost_of(sums: Sequence[float]) -> float | None:
+    if not (sums[1] and sums[4] > 0 and sums[5]):
+        return None
+    return (sums[2] / sums[1]) / (sums[4] / sums[5])
+
+
 def bootstrap(
     strata: Sequence[Sequence[Unit]],
     statistic: Callable[[Sequence[float]], float | None],
@@ -226,6 +233,7 @@ def _cell(pairs: Sequence[tuple[Record, Record]], cap: int | None, resamples: in
             "mean": statistics.fmean(own) if own else None,
             "median": statistics.median(own) if own else None,
             "sd": statistics.stdev(own) if len(own) > 1 else None,
+            "round_cost": round_cost_of(sums),
             "tokens_per_second": sums[3] / sums[2] if sums[2] > 0 else None,
             "first_token_seconds": statistics.median(record["first_token_seconds"] for record in records),
             "latency_p50": percentile(seconds, 50),
@@ -246,7 +254,7 @@ def _average(cells: Sequence[dict[str, Any]], strata: Sequence[Sequence[Unit]], 
         values = [cell[name] for cell in cells if cell[name] is not None]
         return statistics.fmean(values) if values else None
 
-    names = ("tau", "tau_mean", "speedup", "speedup_total", "mean", "median", "sd", "tokens_per_second")
+    names = ("tau", "tau_mean", "speedup", "speedup_total", "mean", "median", "sd", "round_cost", "tokens_per_second")
     compared = [cell["identical"] for cell in cells if cell["identical"] is not None]
     return _rounded(
         {

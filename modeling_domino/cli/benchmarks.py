@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from modeling_domino import DominoDraftModel
 from modeling_domino.benchmark.methods import Models, Settings
-from modeling_domino.benchmark.prompts import Prompt, load_prompts
+from modeling_domino.benchmark.prompts import Prompt, context_prompts, load_prompts
 from modeling_domino.benchmark.report import compare as compare_folders
 from modeling_domino.benchmark.report import render_blocks, write_report
 from modeling_domino.benchmark.run import (
@@ -43,6 +43,10 @@ def bench(
         str | None, typer.Option(help="Folder with TASK.jsonl files, hub, or dev: small samples, the default.")
     ] = None,
     tasks: Annotated[str | None, typer.Option(help="Tasks, comma-separated; by default all.")] = None,
+    contexts: Annotated[
+        str | None,
+        typer.Option(help="Measure the cost of a round by context instead: lengths in tokens, comma-separated."),
+    ] = None,
     max_samples: Annotated[int | None, typer.Option(min=1, help="Most prompts of a task.")] = None,
     methods: Annotated[str, typer.Option(help=f"Of {', '.join(METHODS)}; plain is always run.")] = "plain,chain,tree",
     temperatures: Annotated[str | None, typer.Option(help="Comma-separated; by default 0.")] = None,
@@ -90,9 +94,13 @@ def bench(
         differences = deviations(plan) if preset else []
         for line in differences:
             typer.echo(f"Deviation from the papers: {line}", err=True)
-        loaded = {
-            task: load_prompts(task, plan["prompts"], max_samples=max_samples, seed=seed) for task in plan["tasks"]
-        }
+        lengths = numbers("--contexts", contexts) if contexts else []
+        if lengths and (tasks or server):
+            raise ValueError("`--contexts` makes tasks of its own, for a pair; leave out --tasks and --server.")
+        loaded = {}
+        if not lengths:
+            for task in plan["tasks"]:
+                loaded[task] = load_prompts(task, plan["prompts"], max_samples=max_samples, seed=seed)
         if server:
             summary = benchmark_servers(server, loaded, concurrency, plan, seed, out)
             show_report(out)
@@ -109,6 +117,8 @@ def bench(
         pair = load_pair(target, drafter, *resolve_device(device, dtype), trust_remote_code=trust_remote_code)
         if shard[0] == 0:
             introduce(pair)
+        if lengths:
+            loaded = context_prompts(lengths, pair.tokenizer, plan["prompts"], count=max_samples or 1)
         summary = benchmark_pair(
             pair,
             loaded,
@@ -155,6 +165,14 @@ def report_command(
         typer.echo(json.dumps(summaries[0] if len(summaries) == 1 else summaries))
 
 
+def numbers(option: str, text: str) -> list[int]:
+    """The whole numbers of a comma-separated option."""
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError:
+        raise ValueError(f"`{option}` takes numbers separated by commas, got {text}.") from None
+
+
 def show_report(folder: Path) -> None:
     """Prints what was measured; the file also has what others published."""
     measured = (folder / "report.md").read_text().partition("## Published numbers")[0]
@@ -170,14 +188,10 @@ def benchmark_servers(
     out: Path,
 ) -> dict[str, Any]:
     """Measures servers and writes the report; loads no model."""
-    try:
-        concurrencies = [int(word) for word in concurrency.split(",")]
-    except ValueError:
-        raise ValueError(f"`--concurrency` takes numbers separated by commas, got {concurrency}.") from None
     run_servers(
         parse_arms(servers),
         tasks,
-        concurrencies,
+        numbers("--concurrency", concurrency),
         plan["temperatures"],
         ServerSettings(max_new_tokens=plan["max_new_tokens"], seed=seed, thinking=plan["thinking"]),
         out,
