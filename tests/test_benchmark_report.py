@@ -54,6 +54,7 @@ PROVENANCE = {
             "thinking": False,
             "verify_width": None,
             "lookup_tokens": 10,
+            "batch_size": 1,
         },
     },
     "sessions": [
@@ -80,6 +81,7 @@ def record(method: str, id: str, *, accepted: list[int], round_seconds: float, t
         "turn": 0,
         "method": method,
         "temperature": temperature,
+        "batch": 1,
         "new_tokens": rounds + sum(accepted) + 1,
         "rounds": rounds,
         "accepted": accepted,
@@ -136,6 +138,8 @@ def test_known_records_give_known_numbers():
     # Prompts differ, the ratio does not: paired resampling sees no spread.
     assert cell["speedup"] == cell["mean"] == cell["median"] == 2.0 and cell["sd"] == 0.0
     assert cell["speedup_ci"] == [2.0, 2.0] and cell["tau_ci"] == [3.0, 3.0]
+    # A round of 0.15 s against a token of 0.1 s.
+    assert cell["round_cost"] == 1.5 and summary["results"]["plain"]["gsm8k"]["round_cost"] == 1.0
     # 12 tokens in 4 rounds of 0.15, 0.3 and 0.45 s, and a first one after 1 s.
     assert cell["tokens_per_second"] == pytest.approx(36 / 3.6, abs=1e-4)
     assert cell["speedup_total"] == pytest.approx((3 + 7.2) / (3 + 3.6), abs=1e-4)
@@ -326,8 +330,10 @@ def test_the_model_index_names_task_and_method():
     assert model["name"] == "org/drafter"
     first = model["results"][0]
     assert first["dataset"] == {"type": "openai/gsm8k", "name": "gsm8k"}
-    tau = {"type": "tau", "name": "acceptance length (gsm8k, chain, T=0, 3 prompts)", "value": 3.0}
+    where = "gsm8k, chain, T=0, float32 on a processor, batch 1, block 4, 3 prompts"
+    tau = {"type": "acceptance_length", "name": f"acceptance length ({where})", "value": 3.0}
     assert first["metrics"][0] == tau and len(model["results"]) == 3
+    assert [metric["type"] for metric in first["metrics"]] == ["acceptance_length", "speedup", "tokens_per_second"]
 
 
 def test_published_numbers_carry_source_set_up_and_baseline():

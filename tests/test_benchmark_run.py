@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -35,7 +36,7 @@ from modeling_domino.benchmark.run import (
     run_benchmark,
     weight_bytes,
 )
-from modeling_domino.benchmark.summary import PLAIN, STAGES
+from modeling_domino.benchmark.summary import PLAIN, STAGES, decode_seconds
 from modeling_domino.generation_domino import stream
 from modeling_domino.tree_domino import TreeShape
 
@@ -141,7 +142,7 @@ def test_plain_decoding_by_our_loop(pair):
     expected = pair.target.generate(ids, do_sample=False, max_new_tokens=6)[0, 3:].tolist()
     assert [token for step in steps for token in step.token_ids] == expected
     assert pair.drafter.last_run.tau == 1.0
-    with pytest.raises(ValueError, match="at least 0, got -1"):
+    with pytest.raises(ValueError, match="at least 0, .*got -1"):
         stream(pair.target, pair.drafter, ids, verify_width=-1, max_new_tokens=6)
 
 
@@ -320,6 +321,37 @@ def test_texts_that_differ_are_found(pair, tmp_path, monkeypatch):
 def test_tokens_that_differ_are_counted():
     assert count_differing([1, 2, 3], [1, 2, 3]) == 0
     assert count_differing([1, 2, 3], [1, 4, 3, 5]) == 2
+
+
+def test_batches_are_recorded_prompt_by_prompt(pair, tmp_path):
+    tasks = {"two": [*TASKS["two"], *TASKS["one"], Prompt("two/3", ("w8 w1", "w2 w2 w7 w1"))]}
+    methods = ["chain", "head-off"]
+    alone = run(pair, tmp_path / "alone", methods, tasks=tasks)
+    batched = dataclasses.replace(SETTINGS, batch_size=3)
+    together = run(pair, tmp_path / "together", methods, settings=batched, tasks=tasks)
+    assert together.keys() == alone.keys()
+    for key, record in together.items():
+        # Four prompts make a batch of three and one of one; of the first, one has a second turn.
+        assert record["batch"] == (1 if key[1] == "two/3" or key[2] == 1 else 3)
+        for name in ("output_ids", "new_tokens", "prompt_sha256", "identical"):
+            assert record[name] == alone[key][name], (key, name)
+        assert 0 < record["first_token_seconds"] < record["seconds"]
+    before = read_records(tmp_path / "together")
+    run(pair, tmp_path / "together", methods, settings=batched, tasks=tasks)
+    assert read_records(tmp_path / "together") == before, "nothing is left to measure"
+
+
+def test_a_batchs_seconds_are_shared_by_its_prompts():
+    records = [{"seconds": 9.0, "first_token_seconds": 1.0, "batch": batch} for batch in (1, 4)]
+    assert [decode_seconds(record) for record in records] == [8.0, 2.0]
+
+
+def test_methods_for_single_prompts_are_refused_in_batches(pair, tmp_path):
+    with pytest.raises(
+        ValueError, match="In batches run .*, got tree, chain-stock with a batch size of 2; leave them out"
+    ):
+        run(pair, tmp_path, ["tree", "chain-stock"], settings=dataclasses.replace(SETTINGS, batch_size=2))
+    assert not list(tmp_path.iterdir())
 
 
 # the command

@@ -1,7 +1,7 @@
-"""The methods of a benchmark: each generates from a prompt's ids and says what `records.py` stores of it.
+"""The methods of a benchmark: each generates from the ids of one or more prompts and says what `records.py` stores of each.
 
-Methods know nothing of tasks, files and comparisons. Seconds are of the whole generation; rounds are the forwards of the
-target behind the one that reads the prompt.
+Methods know nothing of tasks, files and comparisons. Seconds are of the whole generation, of all its prompts together;
+rounds are the forwards of the target behind the one that reads the prompts.
 """
 
 from __future__ import annotations
@@ -11,14 +11,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from transformers import StoppingCriteria, StoppingCriteriaList
 
-from ..generation_domino import RULES, stream
+from ..generation_domino import RULES, open_loop
 from ..record_domino import Run, Step
 from ..tree_domino import TreeShape
 
 
 # Greedy decoding and trees have one rule each.
 SAMPLED_RULES = RULES[1:]
+# The methods that can generate for several prompts at once.
+BATCHED = ("plain", "plain-generate", "plain-loop", "dflash", "head-off", "chain")
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,7 @@ class Settings:
         raw: no chat template.
         rule, verify_width, tree: see [`stream`]; `verify_width` also holds for transformers' loop.
         lookup_tokens: drafts of prompt lookup.
+        batch_size: prompts that are generated for at once.
     """
 
     max_new_tokens: int = 256
@@ -41,9 +45,10 @@ class Settings:
     verify_width: int | None = None
     tree: TreeShape = field(default_factory=TreeShape)
     lookup_tokens: int = 10
+    batch_size: int = 1
 
     def __post_init__(self):
-        for name in ("max_new_tokens", "lookup_tokens"):
+        for name in ("max_new_tokens", "lookup_tokens", "batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
         if self.rule not in (None, *SAMPLED_RULES):
@@ -63,7 +68,7 @@ class Models:
 
 @dataclass
 class Measured:
-    """One generation.
+    """What one prompt got from a generation.
 
     Args:
         accepted: accepted drafts of each round.
@@ -94,8 +99,8 @@ def generation_options(temperature: float, max_new_tokens: int) -> dict[str, Any
     }
 
 
-def generate(models: Models, method: str, inputs, options: dict[str, Any], settings: Settings) -> Measured:
-    """One generation with one method."""
+def generate(models: Models, method: str, inputs, options: dict[str, Any], settings: Settings) -> list[Measured]:
+    """One generation with one method; `inputs` are padded on the left if they hold several prompts."""
     rule = settings.rule if options["do_sample"] else None
     chain = {"rule": rule, "verify_width": settings.verify_width}
     match method:
@@ -123,40 +128,48 @@ def generate(models: Models, method: str, inputs, options: dict[str, Any], setti
             )
         case "chain-stock":
             width = {} if settings.verify_width is None else {"num_assistant_tokens": settings.verify_width}
-            measured = by_generate(models, inputs, options, assistant_model=models.drafter, **width)
-            return _with_run(measured, models.drafter.last_run, measured.first_token_seconds)
+            (measured,) = by_generate(models, inputs, options, assistant_model=models.drafter, **width)
+            return [_with_run(measured, models.drafter.last_run)]
     raise ValueError(f"There is no method {method}.")
 
 
-def by_generate(models: Models, inputs, options: dict[str, Any], **extras) -> Measured:
-    """A generation by `target.generate`; its rounds are what it hands to a streamer."""
-    clock = _TokenClock()
+def by_generate(models: Models, inputs, options: dict[str, Any], **extras) -> list[Measured]:
+    """A generation by `target.generate`; its rounds are what it hands to a streamer, which serves one prompt only."""
+    batch, prompt = inputs["input_ids"].shape
+    clock = _TokenClock() if batch == 1 else _StepClock()
+    watch = {"streamer": clock} if batch == 1 else {"stopping_criteria": StoppingCriteriaList([clock])}
     started = time.perf_counter()
-    output = models.target.generate(**inputs, **options, **extras, streamer=clock)
+    output = models.target.generate(**inputs, **options, **extras, **watch)
     synchronize(models.target.device)
     seconds = time.perf_counter() - started
-    return Measured(
-        output_ids=output[0, inputs["input_ids"].shape[1] :].tolist(),
-        accepted=[count - 1 for count in clock.counts[1:]],
-        seconds=seconds,
-        first_token_seconds=clock.first - started,
-    )
+    stops = models.target.generation_config.eos_token_id
+    stops = set(stops if isinstance(stops, list) else [stops])
+    texts = [_until_stop(row, stops) for row in output[:, prompt:].tolist()]
+    counts = [clock.counts] if batch == 1 else [[1] * len(text) for text in texts]
+    return [
+        Measured(
+            output_ids=text,
+            accepted=[count - 1 for count in counted[1:]],
+            seconds=seconds,
+            first_token_seconds=clock.first - started,
+        )
+        for text, counted in zip(texts, counts)
+    ]
 
 
-def by_stream(models: Models, drafter, inputs, options: dict[str, Any], **extras) -> Measured:
+def by_stream(models: Models, drafter, inputs, options: dict[str, Any], **extras) -> list[Measured]:
     """A generation by our loop."""
     started = time.perf_counter()
     first = None
-    for _ in stream(models.target, drafter, **inputs, **options, **extras):
+    for _ in open_loop(models.target, drafter, **inputs, **options, **extras).steps():
         if first is None:
             first = time.perf_counter() - started
     synchronize(models.target.device)
     seconds = time.perf_counter() - started
-    run = drafter.last_run
-    return _with_run(Measured(run.output_ids, [], seconds, first), run, first)
+    return [_with_run(Measured(run.output_ids, [], seconds, first), run) for run in drafter.last_runs]
 
 
-def _with_run(measured: Measured, run: Run, first_token_seconds: float) -> Measured:
+def _with_run(measured: Measured, run: Run) -> Measured:
     """Takes rounds and stages from the drafter's own record; stages and "other" add up to the rounds."""
     measured.accepted = run.accepted
     measured.drafted = [_depth(step) for step in run.rounds]
@@ -165,9 +178,15 @@ def _with_run(measured: Measured, run: Run, first_token_seconds: float) -> Measu
         for stage, seconds in step.stage_seconds.items():
             stages[stage] = stages.get(stage, 0.0) + seconds
     if stages:
-        stages["other"] = max(0.0, measured.seconds - first_token_seconds - sum(stages.values()))
+        stages["other"] = max(0.0, measured.seconds - measured.first_token_seconds - sum(stages.values()))
     measured.stage_seconds = stages
     return measured
+
+
+def _until_stop(ids: list[int], stops: set[int]) -> list[int]:
+    """A text up to its first stop token; what follows in a batch is padding."""
+    end = next((i + 1 for i, token in enumerate(ids) if token in stops), len(ids))
+    return ids[:end]
 
 
 def _depth(step: Step) -> int:
@@ -197,6 +216,17 @@ class _TokenClock:
 
     def end(self) -> None:
         """Nothing is held back."""
+
+
+class _StepClock(StoppingCriteria):
+    """A criterion that never stops, and notes when the first tokens of a batch were there."""
+
+    def __init__(self):
+        self.first = 0.0
+
+    def __call__(self, input_ids: torch.Tensor, scores, **kwargs) -> torch.Tensor:
+        self.first = self.first or time.perf_counter()
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
 def synchronize(device: torch.device) -> None:

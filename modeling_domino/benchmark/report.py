@@ -25,6 +25,7 @@ from .summary import (
     Record,
     conditional_acceptance,
     cost_model,
+    decode_seconds,
     histogram,
     summarise,
 )
@@ -37,7 +38,8 @@ LEGEND = """\
 - **Speed-up** is over plain generation without a drafter, after the first token, on the same prompts; plain is the faster
   of `target.generate` and our own loop without drafts. Brackets hold 95 % intervals from resampling prompts (paired).
 - mean, median and SD are of the prompts' own speed-ups; "with prompt" is the speed-up with the reading of the prompt.
-- memory is the peak of the generations on CUDA, elsewhere of the whole process, all methods together.
+- memory is the peak of a generation: of tensors on CUDA, on Linux of the process; elsewhere that of the whole run.
+- round cost is a round's time in tokens of plain generation: a method pays where tau is above it.
 - **average** gives every task the same weight."""
 
 
@@ -101,6 +103,13 @@ def by_temperature(summary: dict[str, Any]) -> dict[str, Any]:
 def model_index(summary: dict[str, Any]) -> dict[str, Any]:
     """The results as a card's `model-index`."""
     provenance = summary["provenance"]
+    models, hardware = provenance["models"], provenance["hardware"]
+    machine = hardware.get("gpu") or hardware["cpu"] or hardware["device"]
+    metrics = (
+        ("tau", "acceptance_length", "acceptance length"),
+        ("speedup", "speedup", "speed-up over plain generation"),
+        ("tokens_per_second", "tokens_per_second", "tokens a second"),
+    )
     results = []
     for temperature, methods in by_temperature(summary).items():
         for method in METHODS[1:]:
@@ -108,17 +117,19 @@ def model_index(summary: dict[str, Any]) -> dict[str, Any]:
                 if cell == NOT_RUN or task == "average":
                     continue
                 dataset = HUB_DATASETS[task][0][0] if task in HUB_DATASETS else task
-                where = f"{task}, {method}, T={temperature}, {cell['prompts']} prompts"
-                metrics = [
-                    {"type": name, "name": f"{shown} ({where})", "value": cell[name]}
-                    for name, shown in (("tau", "acceptance length"), ("speedup", "speed-up over plain generation"))
-                    if cell[name] is not None
-                ]
+                where = (
+                    f"{task}, {method}, T={temperature}, {models['dtype']} on {machine}, batch 1, block {models['block_size']}, "
+                    f"{cell['prompts']} prompts"
+                )
                 results.append(
                     {
                         "task": {"type": "text-generation"},
                         "dataset": {"type": dataset, "name": task},
-                        "metrics": metrics,
+                        "metrics": [
+                            {"type": kind, "name": f"{shown} ({where})", "value": cell[name]}
+                            for name, kind, shown in metrics
+                            if cell[name] is not None
+                        ],
                     }
                 )
     return {"model-index": [{"name": provenance["models"]["drafter"], "results": results}]}
@@ -186,7 +197,7 @@ def _introduction(summary: dict[str, Any]) -> str:
         f"# {models['drafter']} for {models['target']}",
         "",
         f"- {models['kind']}, block of {models['block_size']}, {models['dtype']} on {place or hardware['device']}",
-        f"- up to {options['max_new_tokens']} new tokens, seed {options['seed']}, batch size 1, "
+        f"- up to {options['max_new_tokens']} new tokens, seed {options['seed']}, batch size {options['batch_size']}, "
         + (
             "no chat template"
             if options["raw"]
@@ -229,6 +240,7 @@ def _temperature(name: str, records: Sequence[Record], results: dict[str, Any], 
             [
                 "method",
                 "tokens/s",
+                "round cost",
                 "with prompt",
                 "mean",
                 "median",
@@ -269,7 +281,7 @@ def _times(method: str, cell: dict[str, Any]) -> list[str]:
     return [
         method,
         _number(cell["tokens_per_second"], 1),
-        *(_number(cell[name]) for name in ("speedup_total", "mean", "median", "sd")),
+        *(_number(cell[name]) for name in ("round_cost", "speedup_total", "mean", "median", "sd")),
         _number(1000 * cell["first_token_seconds"], 0),
         *(_number(cell[name]) for name in ("latency_p50", "latency_p90")),
         _number(cell["peak_memory_mb"], 0),
@@ -335,7 +347,7 @@ def _bandwidth(plain: Sequence[Record], provenance: dict[str, Any]) -> str:
     tokens = sum(record["rounds"] for record in plain)
     if not bandwidth or not size or not tokens:
         return "Share of the bandwidth bound: not measured."
-    seconds = sum(record["seconds"] - record["first_token_seconds"] for record in plain)
+    seconds = sum(decode_seconds(record) for record in plain)
     bound = bandwidth * 1e9 / size
     return (
         f"Plain generation reaches {100 * tokens / seconds / bound:.0f} % of the bandwidth bound: {bandwidth:.1f} GB/s "
@@ -376,6 +388,24 @@ def results_block(summary: dict[str, Any]) -> str:
         f"up to {models['settings']['max_new_tokens']} new tokens, {samples} prompts in all, 95 % intervals:\n\n"
         f"{table(['task', *run], rows)}\n\n"
         f"{tokens['compared']:,} tokens compared with plain generation, {tokens['differing']:,} differ."
+    )
+
+
+def speed_block(summary: dict[str, Any]) -> str:
+    """The speeds of a summary as a card shows them, with the machine that they belong to."""
+    hardware, baseline = summary["provenance"]["hardware"], summary["plain_is"][f"{summary['temperature']:g}"]
+    threads = "1 thread" if hardware["threads"] == 1 else f"{hardware['threads']} threads"
+    results = {name: cells for name, cells in summary["results"].items() if not name.startswith("plain")}
+    run = {name: cells for name, cells in results.items() if any(cell != NOT_RUN for cell in cells.values())}
+    rows = [
+        [task, f"{_number(plain['tokens_per_second'], 1)}", *(_speedup(cells[task]) for cells in run.values())]
+        for task, plain in summary["results"]["plain"].items()
+        if plain != NOT_RUN
+    ]
+    return (
+        f"Speed-up over plain generation ({baseline}, the faster form), batch size 1, {threads} on "
+        f"{hardware.get('gpu') or hardware['cpu']}, 95 % intervals:\n\n"
+        f"{table(['task', 'plain tokens/s', *run], rows)}"
     )
 
 

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 from ..record_domino import name_of
-from .methods import Models, Settings, generate, generation_options, synchronize
+from .methods import BATCHED, Measured, Models, Settings, generate, generation_options, synchronize
 from .prompts import TASKS, Prompt, tasks_of_folder
 from .records import RecordFile, check_settings, key_of, read_records, write_provenance
 from .summary import METHODS, PLAIN
@@ -71,6 +72,11 @@ def run_benchmark(
             that were made with other settings or prompts.
     """
     methods = expand_methods(methods, models)
+    if settings.batch_size > 1 and (single := [method for method in methods if method not in BATCHED]):
+        raise ValueError(
+            f"In batches run {', '.join(BATCHED[1:])}, got {', '.join(single)} with a batch size of {settings.batch_size}; "
+            "leave them out, or measure them one prompt at a time."
+        )
     rank, world = shard
     shared = {**about, "settings": asdict(settings), "context": context_size(models.target)}
     # Before the first token: a prompt that cannot run shall not end an hour of work.
@@ -86,16 +92,18 @@ def run_benchmark(
     try:
         for task, prompts in tasks.items():
             for temperature in temperatures:
-                for number, prompt in enumerate(prompts[rank::world], start=1):
-                    place = f"{task} T={temperature:g} {number}/{len(prompts[rank::world])} {prompt.id}"
-                    for job in _jobs(models, task, prompt, methods, temperature, settings, done):
+                own = prompts[rank::world]
+                for start in range(0, len(own), settings.batch_size):
+                    batch = own[start : start + settings.batch_size]
+                    for job in _jobs(models, task, batch, methods, temperature, settings, done):
                         if not warm:
                             _warm_up(models, methods, job, settings)
                             warm = True
-                        record = job.measure(models, settings)
-                        file.append(record)
-                        done[key_of(record)] = record
-                        notify(f"{place} turn {job.turn} {job.method}: {_in_short(record)}")
+                        for number, record in enumerate(job.measure(models, settings), start=start + 1):
+                            file.append(record)
+                            done[key_of(record)] = record
+                            place = f"{task} T={temperature:g} {number}/{len(own)} {record['id']}"
+                            notify(f"{place} turn {job.turn} {job.method}: {_in_short(record)}")
     finally:
         file.close()
 
@@ -115,38 +123,49 @@ def expand_methods(methods: list[str], models: Models) -> list[str]:
 
 @dataclass
 class _Job:
-    """One record to make."""
+    """One generation: a record for each of its prompts."""
 
     task: str
-    id: str
+    ids: list[str]
     turn: int
     method: str
     temperature: float
-    inputs: Any
-    prompt_sha256: str
-    plain_ids: list[int] | None
+    inputs: list[Any]
+    plain_ids: list[list[int] | None]
 
-    def measure(self, models: Models, settings: Settings) -> dict[str, Any]:
-        new_tokens = min(settings.max_new_tokens, context_size(models.target) - self.inputs["input_ids"].shape[1])
+    @property
+    def keys(self) -> list[tuple]:
+        """Those of its records."""
+        return [(self.task, id, self.turn, self.method, self.temperature) for id in self.ids]
+
+    def measure(self, models: Models, settings: Settings) -> list[dict[str, Any]]:
+        longest = max(inputs["input_ids"].shape[1] for inputs in self.inputs)
+        new_tokens = min(settings.max_new_tokens, context_size(models.target) - longest)
         options = generation_options(self.temperature, new_tokens)
         device = models.target.device
         forget_peak_memory(device)
         torch.manual_seed(settings.seed)
-        measured = generate(models, self.method, self.inputs, options, settings)
+        measured = generate(models, self.method, *batch_inputs(models, self.inputs, options), settings)
+        peak = peak_memory_mb(device)
+        return [self._record(i, each, models, settings, peak) for i, each in enumerate(measured)]
+
+    def _record(self, i: int, measured: Measured, models: Models, settings: Settings, peak) -> dict[str, Any]:
+        plain_ids, prompt_ids = self.plain_ids[i], self.inputs[i]["input_ids"]
         compared = self.temperature == 0 and self.method != PLAIN[0]
         difference, differing = None, 0
         if compared:
-            difference = first_difference(models.target, self.inputs["input_ids"], self.plain_ids, measured.output_ids)
-            differing = count_differing(self.plain_ids, measured.output_ids)
+            difference = first_difference(models.target, prompt_ids, plain_ids, measured.output_ids)
+            differing = count_differing(plain_ids, measured.output_ids)
         return {
             "task": self.task,
-            "id": self.id,
+            "id": self.ids[i],
             "turn": self.turn,
             "method": self.method,
             "temperature": self.temperature,
             "seed": settings.seed,
-            "prompt_tokens": self.inputs["input_ids"].shape[1],
-            "prompt_sha256": self.prompt_sha256,
+            "batch": len(self.ids),
+            "prompt_tokens": prompt_ids.shape[1],
+            "prompt_sha256": sha256_of_ids(prompt_ids[0].tolist()),
             "new_tokens": len(measured.output_ids),
             "rounds": len(measured.accepted),
             "accepted": measured.accepted,
@@ -154,13 +173,13 @@ class _Job:
             "seconds": round(measured.seconds, 6),
             "first_token_seconds": round(measured.first_token_seconds, 6),
             "stage_seconds": {stage: round(value, 6) for stage, value in measured.stage_seconds.items()},
-            "peak_memory_mb": peak_memory_mb(device),
+            "peak_memory_mb": peak,
             "output_ids": measured.output_ids,
             "output_sha256": sha256_of_ids(measured.output_ids),
             # Two samples of one law differ; that the laws are equal is for the tests to show.
             "identical": difference is None if compared else None,
             "first_difference": difference,
-            "tokens_compared": max(len(self.plain_ids), len(measured.output_ids)) if compared else 0,
+            "tokens_compared": max(len(plain_ids), len(measured.output_ids)) if compared else 0,
             "tokens_differing": differing,
         }
 
@@ -168,32 +187,61 @@ class _Job:
 def _jobs(
     models: Models,
     task: str,
-    prompt: Prompt,
+    prompts: list[Prompt],
     methods: list[str],
     temperature: float,
     settings: Settings,
     done: dict[tuple, dict[str, Any]],
 ) -> Iterator[_Job]:
-    """What is missing for one prompt. Every method answers the same text: later turns follow plain generation's answers."""
-    answers: list[list[int]] = []
-    for turn in range(len(prompt.turns)):
-        inputs = encode_turns(models.tokenizer, prompt.turns[: turn + 1], answers, settings).to(models.target.device)
-        check_length(task, prompt.id, turn, inputs, models)
-        prompt_sha256 = sha256_of_ids(inputs["input_ids"][0].tolist())
-        plain_ids = None
+    """What is missing for the prompts of a batch. Every method answers the same text: later turns follow plain
+    generation's answers.
+    """
+    answers: list[list[list[int]]] = [[] for _ in prompts]
+    for turn in range(max(len(prompt.turns) for prompt in prompts)):
+        asked = [i for i, prompt in enumerate(prompts) if len(prompt.turns) > turn]
+        inputs = {}
+        for i in asked:
+            inputs[i] = encode_turns(models.tokenizer, prompts[i].turns[: turn + 1], answers[i], settings)
+            inputs[i] = inputs[i].to(models.target.device)
+            check_length(task, prompts[i].id, turn, inputs[i], models)
+        plain_ids: dict[int, list[int] | None] = dict.fromkeys(asked)
         for method in methods:
-            key = (task, prompt.id, turn, method, temperature)
-            if key not in done:
-                yield _Job(task, prompt.id, turn, method, temperature, inputs, prompt_sha256, plain_ids)
-            record = done[key]
-            if record["prompt_sha256"] != prompt_sha256:
-                raise ValueError(
-                    f"The record of {prompt.id}, turn {turn}, {method} was made with another prompt text; name another "
-                    "folder with --out."
-                )
-            if method == PLAIN[0]:
-                plain_ids = record["output_ids"]
-        answers.append(plain_ids)
+            job = _Job(
+                task,
+                [prompts[i].id for i in asked],
+                turn,
+                method,
+                temperature,
+                [inputs[i] for i in asked],
+                [plain_ids[i] for i in asked],
+            )
+            # A batch was timed as a whole, so it is measured again as a whole.
+            if not all(key in done for key in job.keys):
+                yield job
+            for i, key in zip(asked, job.keys):
+                if done[key]["prompt_sha256"] != sha256_of_ids(inputs[i]["input_ids"][0].tolist()):
+                    raise ValueError(
+                        f"The record of {prompts[i].id}, turn {turn}, {method} was made with another prompt text; name "
+                        "another folder with --out."
+                    )
+                if method == PLAIN[0]:
+                    plain_ids[i] = done[key]["output_ids"]
+        for i in asked:
+            answers[i].append(plain_ids[i])
+
+
+def batch_inputs(models: Models, inputs: list[Any], options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The inputs of several prompts as one batch, padded on the left, and the options that this takes."""
+    if len(inputs) == 1:
+        return inputs[0], options
+    pad = models.target.generation_config.pad_token_id
+    pad = models.tokenizer.pad_token_id if pad is None else pad
+    width = max(each["input_ids"].shape[1] for each in inputs)
+    rows = {
+        name: torch.cat([F.pad(each[name], (width - each[name].shape[1], 0), value=fill) for each in inputs])
+        for name, fill in (("input_ids", pad or 0), ("attention_mask", 0))
+    }
+    return rows, {**options, "pad_token_id": pad or 0}
 
 
 def encode_turns(tokenizer, turns: tuple[str, ...], answers: list[list[int]], settings: Settings):
@@ -402,7 +450,8 @@ def wait_for_all(shard: tuple[int, int]) -> None:
 def _warm_up(models: Models, methods: list[str], job: _Job, settings: Settings) -> None:
     """Runs every method briefly; what that takes is not recorded."""
     for method in methods:
-        generate(models, method, job.inputs, generation_options(job.temperature, WARM_UP_TOKENS), settings)
+        options = generation_options(job.temperature, WARM_UP_TOKENS)
+        generate(models, method, *batch_inputs(models, job.inputs, options), settings)
 
 
 def _in_short(record: dict[str, Any]) -> str:

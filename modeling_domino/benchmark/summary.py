@@ -94,7 +94,8 @@ def decode_tokens(record: Record) -> int:
 
 
 def decode_seconds(record: Record) -> float:
-    return record["seconds"] - record["first_token_seconds"]
+    """Seconds of the rounds; of a batch, the prompt's equal share."""
+    return (record["seconds"] - record["first_token_seconds"]) / record["batch"]
 
 
 def _results(records: Sequence[Record], baseline: str, settings: dict[str, Any], resamples: int) -> dict[str, Any]:
@@ -219,8 +220,8 @@ def _cell(pairs: Sequence[tuple[Record, Record]], cap: int | None, resamples: in
     records = [record for record, _ in pairs]
     seconds = sorted(record["seconds"] for record in records)
     compared = [record for record in records if record["identical"] is not None]
-    total = sum(r["seconds"] for r in records) / max(1, sum(r["new_tokens"] for r in records))
-    plain_total = sum(p["seconds"] for _, p in pairs) / max(1, sum(p["new_tokens"] for _, p in pairs))
+    total = sum(r["seconds"] / r["batch"] for r in records) / max(1, sum(r["new_tokens"] for r in records))
+    plain_total = sum(p["seconds"] / p["batch"] for _, p in pairs) / max(1, sum(p["new_tokens"] for _, p in pairs))
     return _rounded(
         {
             "tau": tau_of(sums),
@@ -329,7 +330,8 @@ def cost_model(records: Sequence[Record], plain: Sequence[Record]) -> dict[str, 
     if not rounds or not all(record["stage_seconds"] for record in records if record["rounds"]):
         return None
     stages = {
-        stage: 1000 * sum(record["stage_seconds"].get(stage, 0.0) for record in records) / rounds for stage in STAGES
+        stage: 1000 * sum(record["stage_seconds"].get(stage, 0.0) / record["batch"] for record in records) / rounds
+        for stage in STAGES
     }
     matched = {_prompt(record) for record in records}
     target = 1000 * _pooled([record for record in plain if _prompt(record) in matched])

@@ -67,6 +67,7 @@ def bench(
         map(str, CONCURRENCIES)
     ),
     lookup_tokens: Annotated[int, typer.Option(min=1, help="Drafts of prompt-lookup.")] = 10,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts that are generated for at once.")] = 1,
     seed: Annotated[int, typer.Option(help="Of every generation, and of the choice among Hub prompts.")] = 0,
     thinking: Annotated[bool, typer.Option("--thinking", help="Chat template with thinking on.")] = False,
     raw: Annotated[bool, typer.Option("--raw", help="Prompts as they are, without a chat template.")] = False,
@@ -112,6 +113,7 @@ def bench(
             seed=seed,
             tree=TreeShape(tree_nodes, tree_lanes, tree_candidates, tree_children),
             lookup_tokens=lookup_tokens,
+            batch_size=batch_size,
         )
         shard = shard_of_process()
         pair = load_pair(target, drafter, *resolve_device(device, dtype), trust_remote_code=trust_remote_code)
