@@ -11,19 +11,26 @@ import ast
 import hashlib
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub.utils import validate_repo_id
 
+from .configuration_domino import DominoConfig
 from .convert import Report, convert, written_at_once
+from .facts import drafter_facts
 from .provenance import CHECKOUT, sha256_of
 
 
 SHIM = Path(__file__).with_name("custom_generate")
 SHIM_FILES = ("generate.py", "requirements.txt", "stamp.py")
 STAMP = Path("custom_generate", "stamp.py")
-# What travels from the source folder beside the weights.
-CARD_FILES = ("README.md", "LICENSE", "NOTICE")
+# What travels from the source folder beside the weights; `results` with all it holds.
+CARD_FILES = ("README.md", "LICENSE", "NOTICE", "training.json", "ablation.json")
+RESULTS = "results"
+# A folder with a recipe holds no weights: it names a published drafter, the revision to take, and what must be there.
+RECIPE = "recipe.json"
 
 
 class StampError(ValueError):
@@ -36,22 +43,26 @@ def stage(
     repo_id: str | None = None,
     tag: str | None = None,
     output: Path | None = None,
+    card: Callable[[Path], str] | None = None,
 ) -> tuple[Path, Report]:
     """Stages a drafter as a Hub repository.
 
     Args:
-        source (`str`): the name of a folder in `hub_cards/`, or any folder with a drafter.
+        source (`str`): the name of a folder in `hub_cards/`, or any folder with a drafter or a recipe for one.
         repo_id (`str`, *optional*): id of the repository to be; without it `custom_generate` needs `assistant_model=`.
         tag (`str`, *optional*): the tag about to be created there.
         output (`Path`, *optional*): the folder to write, by default `dist/NAME` in the checkout; it is replaced.
+        card (`Callable`, *optional*): makes the card of the folder that is being written; by default the source's is taken.
 
     Returns:
         The staged folder, and what changed in config and tensors.
 
     Raises:
-        ValueError: if there is no such drafter, or it cannot be read completely; nothing is written.
+        ValueError: if there is no such drafter, it cannot be read completely, or is not what its recipe says; nothing is
+            written.
     """
     folder = source_folder(source)
+    recipe = read_recipe(folder)
     if (repo_id is None) != (tag is None):
         raise ValueError(f"A repository is stamped with its id and its tag, got --repo-id {repo_id} and --tag {tag}.")
     if repo_id is not None:
@@ -63,11 +74,19 @@ def stage(
     with written_at_once(output) as work:
         # `convert` wants to create its destination itself.
         work.rmdir()
-        report = convert(folder, work, to="ours")
+        if recipe is None:
+            report = convert(folder, work, to="ours")
+        else:
+            report = convert(recipe["source"], work, revision=recipe["revision"], target=recipe["target"])
+            _require_recipe(recipe, work)
         report.destination = str(output)
         for name in CARD_FILES:
             if (folder / name).is_file():
                 shutil.copyfile(folder / name, work / name)
+        if (folder / RESULTS).is_dir():
+            shutil.copytree(folder / RESULTS, work / RESULTS)
+        if card is not None:
+            (work / "README.md").write_text(card(work), encoding="utf-8")
         report.left = [name for name in report.left if not (work / name).exists()]
         (work / "custom_generate").mkdir()
         for name in SHIM_FILES:
@@ -80,11 +99,29 @@ def stage(
 def source_folder(source: str) -> Path:
     """The folder of a drafter, named by its path or by its name in `hub_cards/`."""
     for folder in (CHECKOUT / "hub_cards" / source, Path(source)):
-        if (folder / "config.json").is_file():
+        if (folder / "config.json").is_file() or (folder / RECIPE).is_file():
             return folder.resolve()
     raise ValueError(
         f"{source} must be a folder with a drafter, or the name of one in hub_cards/; neither has a config.json."
     )
+
+
+def read_recipe(folder: Path) -> dict[str, Any] | None:
+    """The recipe of a folder, or `None` where the drafter itself lies."""
+    if (folder / "config.json").is_file() or not (folder / RECIPE).is_file():
+        return None
+    return json.loads((folder / RECIPE).read_text(encoding="utf-8"))
+
+
+def _require_recipe(recipe: dict[str, Any], folder: Path) -> None:
+    """Refuses a drafter that is not the one its recipe was written for."""
+    config = DominoConfig.from_pretrained(folder)
+    differing = [name for name, value in recipe["config"].items() if getattr(config, name) != value]
+    if differing or drafter_facts(config)["stored_parameters"] != recipe["stored_parameters"]:
+        raise ValueError(
+            f"{recipe['source']} at {recipe['revision'][:8]} is not the drafter of the recipe ({', '.join(differing) or 'size'} "
+            "differs); correct the recipe, or its revision."
+        )
 
 
 def staged_folder(source: str) -> Path:

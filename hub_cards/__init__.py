@@ -1,0 +1,1 @@
+"""Cards and publishing: what turns the folders beside this file into repositories on the Hub. Needs a checkout."""

@@ -1,0 +1,101 @@
+"""`domino card` and `push`: cards from files, and folders to the Hub. The work is done by `hub_cards/` of the checkout."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from modeling_domino.cli.app import AsJson, app, one_sentence_errors, warnings_as_notices
+from modeling_domino.cli.checkout import from_checkout
+
+
+Name = Annotated[str, typer.Argument(help="Folder of hub_cards/, space_app, kernels, or a path.")]
+
+
+@app.command()
+def card(
+    name: Annotated[str, typer.Argument(help="Folder of hub_cards/ or a path; of a Markdown page its engine table.")],
+    repo_id: Annotated[
+        str | None, typer.Option(help="Repository that the snippets name; by default ORG/NAME.")
+    ] = None,
+    tag: Annotated[str | None, typer.Option(help="Tag that the snippets pin; by default v1.")] = None,
+) -> None:
+    """Render a card from a folder's config, training record and results, and check it."""
+    with one_sentence_errors(), warnings_as_notices():
+        if name.endswith(".md"):
+            cards = from_checkout("hub_cards.cards", "card")
+            Path(name).write_text(cards.render_page(Path(name)), encoding="utf-8")
+            typer.echo(name)
+            return
+        publish = from_checkout("hub_cards.publish", "card")
+        path = publish.write_card(name, repo_id=repo_id, tag=tag)
+        problems = from_checkout("hub_cards.lint", "card").card_problems(
+            path.parent, publish.kind_of(path.parent), repo_id
+        )
+    typer.echo(path)
+    for problem in problems:
+        typer.echo(f"Error: {problem}", err=True)
+    if problems:
+        raise typer.Exit(2)
+
+
+@app.command()
+def push(
+    name: Name,
+    repo_id: Annotated[str, typer.Option(help="ORG/NAME of the repository.")],
+    tag: Annotated[str, typer.Option(help="Tag to create; of a kernel the branch of its version, v1, v2, ...")],
+    execute: Annotated[bool, typer.Option("--execute", help="Send it; without, nothing is sent.")] = False,
+    pr: Annotated[bool, typer.Option("--pr", help="Open a pull request instead of committing.")] = False,
+    prune: Annotated[bool, typer.Option("--prune", help="Remove what is only on the Hub.")] = False,
+    public: Annotated[
+        bool, typer.Option("--public", help="Make the repository public; a new one is private.")
+    ] = False,
+    collection: Annotated[str | None, typer.Option(help="Title of a collection of ORG to put it into.")] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Send nothing; prove that the tag on the Hub equals a git tag.")
+    ] = False,
+    git_tag: Annotated[str | None, typer.Option(help="Git tag to verify against; by default --tag.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder to stage in; by default dist/NAME.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Stage, check and publish a repository; a dry run by default. Exit code 3: what is there is not what should be."""
+    with one_sentence_errors(), warnings_as_notices():
+        publish = from_checkout("hub_cards.publish", "push")
+        refused = from_checkout("hub_cards.lint", "push").LintError
+        try:
+            if verify:
+                folder = output or publish.CHECKOUT / "dist" / repo_id.split("/")[-1]
+                publish.verify_against_git(name, repo_id=repo_id, tag=tag, git_tag=git_tag or tag, output=folder)
+                report = {"repo_id": repo_id, "tag": tag, "git_tag": git_tag or tag, "verified": True}
+                typer.echo(f"{repo_id} at {tag} holds what the git tag {git_tag or tag} makes.")
+            else:
+                publication = publish.prepare(name, repo_id=repo_id, tag=tag, output=output)
+                options = {"public": public, "pull_request": pr, "collection": collection}
+                report = _push(publish, publication, prune=prune, execute=execute, **options)
+        except refused as error:
+            for problem in error.problems:
+                typer.echo(f"- {problem}", err=True)
+            raise
+        except publish.VerificationError as error:
+            typer.echo(f"Error: {error}", err=True)
+            raise typer.Exit(3) from None
+    if as_json:
+        typer.echo(json.dumps(report))
+
+
+def _push(publish, publication, *, prune: bool, execute: bool, **options) -> dict:
+    plan, reason = publish.dry_run(publication, prune=prune)
+    for line in plan.lines():
+        typer.echo(line)
+    if reason is not None:
+        typer.echo(f"Not compared with the Hub: {reason}", err=True)
+    if not execute:
+        typer.echo(f"Dry run: nothing was sent to {publication.url}; --execute sends it.")
+        return {"repo_id": publication.repo_id, "url": publication.url, "sent": False, **publish.summary(plan)}
+    report = publish.push(publication, prune=prune, **options)
+    proposed = report.get("pull_request_url") or report.get("pull_request")
+    typer.echo(f"{'Sent' if report['sent'] else 'Nothing to send'}: {proposed or report['url']}")
+    return report
