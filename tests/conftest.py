@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import math
 import os
+import subprocess
+import sys
 import zlib
 from pathlib import Path
+
+
+# Triton decides when it is first imported, and transformers imports it; `TRITON_INTERPRET=0 pytest -m gpu` compiles.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 import torch
@@ -196,3 +203,65 @@ def tiny_tokenizer(vocab_size: int = 64):
             "{% if add_generation_prompt %}<assistant> {% endif %}"
         ),
     )
+
+
+@pytest.fixture(scope="session")
+def kernel_repo(tmp_path_factory) -> Path:
+    """A kernel repository as `kernels/build.py` assembles it."""
+    folder = tmp_path_factory.mktemp("domino-kernels")
+    script = Path(__file__).parent.parent / "kernels" / "build.py"
+    subprocess.run([sys.executable, script, "--output", folder / "build"], check=True, capture_output=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def domino_kernels(kernel_repo):
+    """The kernels, imported as the `kernels` library does; Triton's interpreter runs them on CPU tensors."""
+    require_peer("triton")
+    if os.environ["TRITON_INTERPRET"] == "1":
+        _interpret_faster()
+    file = kernel_repo / "build" / "torch-cpu" / "__init__.py"
+    spec = importlib.util.spec_from_file_location("domino_kernels_under_test", file)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _interpret_faster() -> None:
+    """The interpreter patches the language anew for every call of a device function: once a launch is enough."""
+    from triton.runtime import interpreter
+
+    patch, launch, patched = interpreter._patch_lang, interpreter.GridExecutor.__call__, set()
+
+    def call(self, *args, **kwargs):
+        if id(self.fn.__globals__) not in patched:
+            patched.add(id(self.fn.__globals__))
+            patch(self.fn)
+        return self.rewrite()(*args, **kwargs)
+
+    def start(self, *args, **kwargs):
+        patched.clear()
+        return launch(self, *args, **kwargs)
+
+    interpreter.InterpretedFunction.__call__ = call
+    interpreter.GridExecutor.__call__ = start
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def kernel_device(request) -> str:
+    """Where kernels are tested: in the interpreter, and with `-m gpu` on a device."""
+    interpreted = os.environ["TRITON_INTERPRET"] == "1"
+    if request.param == "cuda" and (interpreted or not torch.cuda.is_available()):
+        pytest.skip("no GPU was used: needs one, and TRITON_INTERPRET=0")
+    if request.param == "cpu" and not interpreted:
+        pytest.skip("Triton's interpreter is off")
+    return request.param
+
+
+@pytest.fixture
+def unwritten_is_nan():
+    """Every `torch.empty` holds NaN, or the largest integer, so that what a kernel leaves out shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
