@@ -243,7 +243,7 @@ def talk(target, drafter, turns: list[torch.Tensor], cache, **options) -> list[t
         for turn in turns:
             text, start = torch.cat([text, turn], dim=1), len(read)
             options["attention_mask"] = torch.ones_like(text)
-            text = drafter.spec_generate(target, text, 25, **{cache_keyword(target): cache}, **options)
+            text = drafter.spec_generate(target, text, 25, cache=cache, **options)
             record.append((text, read[start]))
     finally:
         handle.remove()
@@ -279,7 +279,8 @@ def test_what_does_not_go_on_where_the_last_turn_ended_is_read_anew(change, capl
     target = tiny_target()
     drafter = tiny_drafter(target)
     cache = DynamicCache(config=target.config)
-    argument = {cache_keyword(target): cache}
+    # The name of older releases serves too.
+    argument = {"past_key_values": cache}
     text = drafter.spec_generate(target, prompt(9), 20, **argument)
     if change == "history":
         text[0, 4] += 1

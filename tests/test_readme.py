@@ -86,7 +86,7 @@ def test_python_snippets_compile(number):
 
 
 def test_the_snippets_on_the_default_pair_run_as_written(capsys):
-    first, _, loop = blocks(README, "python")[:3]
+    first, _, loop, turns = blocks(README, "python")[:4]
     names = {}
     exec(compile(first, "README.md", "exec"), names)
     answer, statistics = capsys.readouterr().out.strip().splitlines()
@@ -98,6 +98,11 @@ def test_the_snippets_on_the_default_pair_run_as_written(capsys):
     assert "".join(line.split("kept: ")[1] for line in streamed).replace("<|im_end|>", "") == answer
     # The last call sampled one sequence.
     assert len(names["drafter"].last_runs) == 1 and names["drafter"].last_run.rule == "block"
+
+    exec(compile(turns, "README.md", "exec"), names)
+    assert "The capital of France is Paris." in (text := names["tokenizer"].decode(names["text"][0]))
+    assert "And of Spain?" in text and "Madrid" in text
+    assert names["cache"].get_seq_length() == names["text"].shape[1] - 1
 
 
 def test_result_blocks_equal_their_files():
