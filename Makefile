@@ -66,11 +66,12 @@ clean:
 	$(PIP) --no-deps sglang==0.5.23 || test "$$CI" != true
 	touch $@
 
-# A peer environment holds only another transformers and what it pins; the rest is read from .venv behind it.
+# A peer environment holds only another transformers and what it pins (5.8.1 cannot be imported beside a newer kernels);
+# the rest is read from .venv behind it.
 .venv-%/stamp: .venv/stamp-dev
 	test -x .venv-$*/bin/python || $(BIN)/python -m venv .venv-$*
 	.venv-$*/bin/python -c 'import pathlib, site, sys; behind = sys.argv[1]; \
 		pathlib.Path(site.getsitepackages()[0], "_behind.pth").write_text(f"import site; site.addsitedir({behind!r})\n")' \
 		"$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')"
-	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check "transformers==$*"
+	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check "transformers[kernels]==$*"
 	touch $@
