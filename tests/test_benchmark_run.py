@@ -19,23 +19,12 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from modeling_domino import cli, loop_domino, record_domino
+from modeling_domino.benchmark.machine import LINUX_PEAK, forget_peak_memory, peak_memory_mb, weight_bytes
 from modeling_domino.benchmark.methods import Models, Settings
+from modeling_domino.benchmark.plan import PAPER, benchmark_plan, deviations
 from modeling_domino.benchmark.prompts import Prompt, tasks_of_folder
 from modeling_domino.benchmark.records import RecordFile, key_of, read_provenance, read_records
-from modeling_domino.benchmark.run import (
-    LINUX_PEAK,
-    METHODS,
-    PAPER,
-    benchmark_plan,
-    count_differing,
-    deviations,
-    expand_methods,
-    forget_peak_memory,
-    models_facts,
-    peak_memory_mb,
-    run_benchmark,
-    weight_bytes,
-)
+from modeling_domino.benchmark.run import METHODS, count_differing, expand_methods, models_facts, run_benchmark
 from modeling_domino.benchmark.summary import PLAIN, STAGES, decode_seconds
 from modeling_domino.generation_domino import stream
 from modeling_domino.tree_domino import TreeShape

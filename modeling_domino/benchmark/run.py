@@ -6,12 +6,8 @@ measured twice, with `target.generate` and with our own loop without drafts; the
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
-import re
-import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,29 +17,14 @@ import torch
 from torch.nn import functional as F
 
 from ..record_domino import name_of
-from .methods import BATCHED, Measured, Models, Settings, generate, generation_options, synchronize
-from .prompts import TASKS, Prompt, tasks_of_folder
+from .machine import forget_peak_memory, peak_memory_mb
+from .methods import BATCHED, Measured, Models, Settings, generate, generation_options
+from .prompts import Prompt
 from .records import RecordFile, check_settings, key_of, read_records, write_provenance
 from .summary import METHODS, PLAIN
 
 
 WARM_UP_TOKENS = 8
-LINUX_PEAK = Path("/proc/self/status")
-BANDWIDTH_BYTES = 1 << 28
-
-# The set-up of the papers; `deviations` says how a run differs from it.
-PAPER = {
-    "tasks": list(TASKS),
-    "temperatures": [0.0, 1.0],
-    "max_new_tokens": 2048,
-    "prompts": "hub",
-    "thinking": False,
-    "raw": False,
-    "verify_width": None,
-    "rule": None,
-    "max_samples": None,
-}
-DEFAULTS = {**PAPER, "temperatures": [0.0], "max_new_tokens": 256, "prompts": "dev"}
 
 
 def run_benchmark(
@@ -301,57 +282,6 @@ def sha256_of_ids(ids: list[int]) -> str:
     return hashlib.sha256(" ".join(map(str, ids)).encode()).hexdigest()
 
 
-def forget_peak_memory(device: torch.device) -> None:
-    """Starts a new measurement of [`peak_memory_mb`], where that is possible."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    elif LINUX_PEAK.exists():
-        # Not every container lets a process reset its own mark; the peak is then that of the process so far.
-        with contextlib.suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")
-
-
-def peak_memory_mb(device: torch.device) -> float | None:
-    """Most memory since [`forget_peak_memory`]: on CUDA of tensors, on Linux of the process, elsewhere of the process so
-    far; `None` where nobody counts.
-    """
-    if device.type == "cuda":
-        return round(torch.cuda.max_memory_allocated(device) / 2**20, 1)
-    if LINUX_PEAK.exists():
-        peak = re.search(r"^VmHWM:\s+(\d+) kB", LINUX_PEAK.read_text(), flags=re.MULTILINE)
-        if peak is not None:
-            return round(int(peak[1]) / 2**10, 1)
-    try:
-        import resource
-    except ImportError:
-        return None
-    # macOS counts bytes, the others KiB.
-    unit = 2**20 if sys.platform == "darwin" else 2**10
-    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit, 1)
-
-
-def memory_bandwidth(device: torch.device) -> float:
-    """GB/s of reading memory, the best of five passes over 256 MiB."""
-    data = torch.ones(BANDWIDTH_BYTES // 4, device=device)
-    best = float("inf")
-    for _ in range(5):
-        synchronize(device)
-        started = time.perf_counter()
-        data.sum()
-        synchronize(device)
-        best = min(best, time.perf_counter() - started)
-    return round(BANDWIDTH_BYTES / best / 1e9, 2)
-
-
-def weight_bytes(model) -> int:
-    """Bytes of weights that one token reads: all of them but the rows of an embedding that is not the output head too."""
-    embedding = model.get_input_embeddings().weight
-    total = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    output_head = model.get_output_embeddings()
-    tied = output_head is not None and output_head.weight is embedding
-    return total if tied else total - embedding.numel() * embedding.element_size()
-
-
 def model_name(model) -> str:
     """The model's id, or the name of the folder it was loaded from: records name no path of a machine."""
     name = name_of(model)
@@ -373,59 +303,6 @@ def models_facts(models: Models) -> dict[str, Any]:
         "dflash": None if dflash is None else model_name(dflash),
         "assistant": None if models.assistant is None else model_name(models.assistant),
     }
-
-
-def machine_facts(models: Models) -> dict[str, Any]:
-    """What the bandwidth bound is computed from."""
-    return {
-        "memory_bandwidth_gb_per_second": memory_bandwidth(models.target.device),
-        "target_weight_bytes": weight_bytes(models.target),
-    }
-
-
-def comparable(session: dict[str, Any]) -> dict[str, Any]:
-    """The part of a session's provenance that all sessions of a folder must share for their timings to compare."""
-    hardware = {name: session["hardware"].get(name) for name in ("cpu", "cores", "threads", "device", "gpu")}
-    versions = {name: session["versions"].get(name) for name in ("torch", "transformers")}
-    return {
-        "dtype": session["dtype"],
-        "hardware": hardware,
-        "versions": versions,
-        "weights_sha256": session["weights_sha256"],
-    }
-
-
-def benchmark_plan(
-    preset: str | None = None, *, tasks: str | None = None, temperatures: str | None = None, **chosen
-) -> dict[str, Any]:
-    """What is measured, with the keys of `PAPER`: the options given, then the preset or the defaults.
-
-    Args:
-        preset: "paper" or `None`.
-        tasks, temperatures: comma-separated; by default those of the preset, or every task of the prompts at T=0.
-        chosen: other keys of `PAPER`; `None` leaves them to the preset.
-    """
-    if preset not in (None, "paper"):
-        raise ValueError(f"There is no preset {preset}; known: paper.")
-    plan: dict[str, Any] = dict(PAPER if preset else DEFAULTS)
-    plan.update({name: value for name, value in chosen.items() if value not in (None, False)})
-    if temperatures is not None:
-        try:
-            plan["temperatures"] = [float(word) for word in temperatures.split(",")]
-        except ValueError:
-            raise ValueError(f"`--temperatures` takes numbers separated by commas, got {temperatures}.") from None
-    if tasks is not None:
-        plan["tasks"] = tasks.split(",")
-    elif not preset:
-        plan["tasks"] = list(TASKS) if plan["prompts"] == "hub" else tasks_of_folder(plan["prompts"])
-    return plan
-
-
-def deviations(plan: dict[str, Any]) -> list[str]:
-    """How a plan with the keys of `PAPER` differs from the papers' set-up, one line each."""
-    lines = [f"{name}: {plan[name]} (papers: {value})" for name, value in PAPER.items() if plan[name] != value]
-    lines.append("later turns of a conversation follow plain generation's answers (DFlash: the drafter's)")
-    return lines
 
 
 def shard_of_process() -> tuple[int, int]:
