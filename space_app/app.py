@@ -34,7 +34,7 @@ EXAMPLES = [
     ["How many positive whole-number divisors does 196 have?"],
     ["Write a haiku about dominoes."],
     ["Natalia sold clips to 48 of her friends in April, and half as many in May. How many did she sell altogether?"],
-    ["Repeat exactly: <b>bold</b> & <i>italic</i>"],
+    ["Complete the HTML: <p>This is <b>bold</b> and"],
 ]
 PAGE_CSS = """
 .gradio-container { max-width: 1120px !important; margin: 0 auto !important; }
@@ -225,7 +225,7 @@ with gr.Blocks(
     text_box = gr.Textbox(label="Text", lines=4, max_lines=14, interactive=False, elem_id="text", buttons=["copy"])
     gr.Examples(EXAMPLES, prompt_box, label="Examples")
     with gr.Accordion("The record of this run", open=False):
-        replay_file = gr.File(label="Replay page (one HTML file)", interactive=False)
+        replay_file = gr.File(label="Replay page (one HTML file)", interactive=False, elem_id="replay")
         trace_view = gr.JSON(label="Trace", max_height=400)
     with gr.Accordion("How it works", open=False):
         gr.HTML(f'<div class="domino dm-architecture">{ARCHITECTURE}</div>', apply_default_css=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from html import escape
 from typing import Any
@@ -52,6 +53,8 @@ def draw_page(
     asked = f'<h2>Prompt</h2><pre class="dm-text">{escape(printable(prompt))}</pre>' if prompt else ""
     raced = f"<h2>Race</h2>{''.join(draw_race(race, decode))}" if race else ""
     text = escape(printable(decode(trace["output_ids"])))
+    # The record itself, for whoever wants to count; a "<" could end the element it stands in.
+    record = json.dumps(trace).replace("<", "\\u003c")
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -75,6 +78,7 @@ def draw_page(
 {ARCHITECTURE}
 <p class="dm-footer">{escape(" · ".join(facts))}</p>
 </main>
+<script type="application/json" id="trace">{record}</script>
 <script>{SCRIPT}
 dominoView(document.querySelector("main"));
 </script>
