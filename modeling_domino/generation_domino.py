@@ -23,13 +23,18 @@ from .cache_domino import (
     take_context,
     without_sliding_layers,
 )
+from .costs_domino import costs_of
 from .drafting_domino import resolve_options
 from .loop_domino import DecodeLoop
 from .record_domino import Step
+from .sizing_domino import AutoOff, Costs
 from .target_domino import TargetView, check_movable_rows
 from .tree_domino import TreeShape
 
 
+AUTO = "auto"
+# Most nodes of a tree that is sized by its costs.
+AUTO_NODES = 64
 RULES = ("greedy", "match", "speculative", "block")
 READ_INPUTS = ("attention_mask", "position_ids", "cache_position")
 STATEFUL_PROCESSORS = {
@@ -46,10 +51,12 @@ def stream(
     input_ids: torch.Tensor | None = None,
     *,
     rule: str | None = None,
-    verify_width: int | None = None,
-    tree: TreeShape | int | None = None,
+    verify_width: int | str | None = None,
+    tree: TreeShape | int | str | None = None,
     candidates: int | None = None,
     draft_vocab: int | None = None,
+    costs: Costs | None = None,
+    auto_off: AutoOff | bool = False,
     streamer=None,
     **generate_kwargs,
 ) -> Iterator[Step]:
@@ -61,14 +68,21 @@ def stream(
         input_ids: the prompt, `[1, S]`.
         rule (`str`, *optional*): "greedy" at temperature 0. When sampling, "block" (the default for chains),
             "speculative" or "match" (the default for trees, and their only one).
-        verify_width (`int`, *optional*): most drafts to verify per round; by default all of a block, and 0 turns drafting
-            off: plain decoding by our loop.
-        tree (`TreeShape` or `int`, *optional*): draft a tree of that shape, or of so many nodes, instead of a chain.
+        verify_width (`int` or "auto", *optional*): most drafts to verify per round; by default all of a block, and 0 turns
+            drafting off: plain decoding by our loop. With "auto" each round verifies as many as pay by the pair's costs on
+            this machine, which are measured on first use and kept (see `costs_domino.py`): from the drafts' own
+            probabilities, or, where drafts are sampled, from what earlier rounds kept.
+        tree (`TreeShape`, `int` or "auto", *optional*): draft a tree of that shape, or of so many nodes, instead of a
+            chain; "auto" takes as many nodes in each round as pay.
         candidates (`int`, *optional*): tokens per draft that the head corrects, the likeliest of the base logits, and that
             the draft is chosen from; 0 for the whole vocabulary. By default the drafter's config decides, or else 64 on a
             CPU and all elsewhere. For trees those of each depth.
         draft_vocab (`int`, *optional*): draft from so many of the most frequent tokens, if the drafter has a ranking of
             them (`domino draft-vocab`); 0 for the whole vocabulary. Their rows of the output head are copied once.
+        costs (`Costs`, *optional*): the costs that "auto" goes by, instead of measured ones.
+        auto_off (`bool`): stop drafting where plain steps are measured to be faster, and try again now and then; the run
+            says how many steps were plain (`drafter.last_run.plain_steps`). The text is the target's either way. Off by
+            default, because what depends on the clock does not repeat: sampled texts would change from run to run.
         streamer (`BaseStreamer`, *optional*): gets the prompt, then the tokens of each step.
         generate_kwargs: everything `target.generate` takes (`attention_mask`, `max_new_tokens`, `do_sample`,
             `stop_strings` with `tokenizer`, `logits_processor`, ...).
@@ -80,7 +94,7 @@ def stream(
         ValueError: if the pair does not fit or an option cannot be honoured; raised before the first forward.
     """
     options = {"rule": rule, "verify_width": verify_width, "tree": tree}
-    options.update(candidates=candidates, draft_vocab=draft_vocab)
+    options.update(candidates=candidates, draft_vocab=draft_vocab, costs=costs, auto_off=auto_off)
     loop = open_loop(target, drafter, input_ids, **options, **generate_kwargs)
     if len(loop.rows) > 1:
         raise ValueError(
@@ -166,6 +180,10 @@ def open_loop(target, drafter, input_ids: torch.Tensor | None = None, **kwargs) 
         if tokenizer is None:
             raise ValueError("`stop_strings` needs the target's tokenizer: pass `tokenizer=`.")
         criteria.append(StopStringCriteria(tokenizer, stop_strings))
+    # Under the name that this target's release knows.
+    for name in ("cache", "past_key_values"):
+        if kwargs.get(name) is not None:
+            kwargs[cache_keyword(target)] = kwargs.pop(name)
     return target.generate(
         input_ids, custom_generate=_decoding_method, stopping_criteria=criteria, drafter=drafter, **kwargs
     )
@@ -179,10 +197,12 @@ def _decoding_method(
     generation_config,
     drafter=None,
     rule: str | None = None,
-    verify_width: int | None = None,
-    tree: TreeShape | int | None = None,
+    verify_width: int | str | None = None,
+    tree: TreeShape | int | str | None = None,
     candidates: int | None = None,
     draft_vocab: int | None = None,
+    costs: Costs | None = None,
+    auto_off: AutoOff | bool = False,
     **model_kwargs,
 ) -> DecodeLoop:
     """Checks what can be checked, and hands back the loop instead of running it."""
@@ -195,6 +215,9 @@ def _decoding_method(
     check_cache(cache if model_kwargs.get("use_cache", True) else None)
     check_processors(logits_processor)
     _check_inputs(model_kwargs, generation_config)
+    sized = AUTO in (verify_width, tree)
+    if tree == AUTO:
+        tree = TreeShape(nodes=AUTO_NODES)
     # Not by class: a shape may come from another copy of this code.
     tree = tree if tree is None or hasattr(tree, "nodes") else TreeShape(nodes=tree)
     options = resolve_options(drafter, candidates=candidates, draft_vocab=draft_vocab, processors=logits_processor)
@@ -214,6 +237,12 @@ def _decoding_method(
                 "`tree` and the cache out."
             )
     sampled = "block" if tree is None else "match"
+    width = resolve_width(None if verify_width == AUTO else verify_width, drafter.config, least=0)
+    if not sized:
+        costs = None
+    elif costs is None:
+        rows = tree.nodes + 1 if tree is not None else input_ids.shape[0] * (width + 1)
+        costs = costs_of(view, drafter, options, rows=rows, tree=tree)
     return DecodeLoop(
         view,
         drafter,
@@ -226,9 +255,12 @@ def _decoding_method(
         criteria=stopping_criteria,
         generation_config=generation_config,
         rule=resolve_rule(rule, generation_config.do_sample, sampled=sampled, tree=tree is not None),
-        width=resolve_width(verify_width, drafter.config, least=0),
+        width=width,
         options=options,
         tree=tree,
+        costs=costs,
+        # Not by class: tests and other copies of this code bring their own clock.
+        auto_off=auto_off if hasattr(auto_off, "begin") else AutoOff() if auto_off else None,
         store=store,
     )
 
@@ -292,5 +324,5 @@ def resolve_width(verify_width: int | None, config, *, least: int = 1) -> int:
     if verify_width is None:
         return config.num_draft_tokens
     if type(verify_width) is not int or verify_width < least:
-        raise ValueError(f"The verify width must be an integer of at least {least}, got {verify_width!r}.")
+        raise ValueError(f'The verify width must be an integer of at least {least}, or "auto", got {verify_width!r}.')
     return min(verify_width, config.num_draft_tokens)

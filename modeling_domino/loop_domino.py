@@ -25,6 +25,7 @@ from .cache_domino import DominoCache, compact, drop_last, keep_context, keep_ro
 from .drafting_domino import SCORE_ONLY_PROCESSORS, DraftChain, DraftOptions, draft_chain, draft_tree
 from .packed_domino import packed_pair
 from .record_domino import Run, StageClock, Step, details_of, name_of, set_last_runs
+from .sizing_domino import AutoOff, Costs, PastWidth
 from .taps_domino import TargetTaps
 from .target_domino import TargetView
 from .tree_domino import TreeMask, TreeShape
@@ -64,10 +65,16 @@ class DecodeLoop:
         options: DraftOptions,
         tree: TreeShape | None = None,
         store: DominoCache | None = None,
+        costs: Costs | None = None,
+        auto_off: AutoOff | None = None,
     ):
         self.view, self.drafter, self.options = view, drafter, options
         self.cache, self.keyword = cache, keyword
         self.processors, self.rule, self.width, self.tree = processors, rule, width, tree
+        self.costs, self.auto_off = costs, auto_off
+        # Drafts that were sampled must not decide how many of them there are.
+        by_past = costs is not None and tree is None and rule in SAMPLED_DRAFTS
+        self.past = PastWidth(costs, width) if by_past else None
         self.do_sample = generation_config.do_sample
         self.max_length = generation_config.max_length
         eos = getattr(generation_config, "_eos_token_tensor", None)
@@ -185,9 +192,22 @@ class DecodeLoop:
         return self._commit(steps, own.new_zeros(own.shape[0]), own, kept=0)
 
     def _round(self) -> dict[int, Step]:
-        """One round: draft, verify, accept, commit."""
+        """One round, drafted unless that does not pay."""
         room = self.max_length - min(self.lengths[row] for row in self.rows) - 1
         num_drafts = min(self.width, room)
+        if self.past is not None and num_drafts > 0:
+            num_drafts = min(num_drafts, self.past.width(len(self.rows)))
+        if self.auto_off is None or num_drafts == 0:
+            return self._round_of(num_drafts)
+        drafted = self.auto_off.begin()
+        steps = self._round_of(num_drafts if drafted else 0)
+        self.auto_off.end(sum(step.accepted + 1 for step in steps.values()) / len(steps))
+        for step in steps.values():
+            step.is_plain = not drafted
+        return steps
+
+    def _round_of(self, num_drafts: int) -> dict[int, Step]:
+        """Draft, verify, accept, commit."""
         if self.tree is not None and num_drafts > 0:
             return self._tree_round(num_drafts)
         return self._chain_round(num_drafts)
@@ -203,6 +223,7 @@ class DecodeLoop:
                 # Under "match" the likeliest draft is the best one at every temperature.
                 do_sample=self.rule in SAMPLED_DRAFTS,
             )
+            num_drafts = chain.ids.shape[1]
             if self.ids.shape[0] > 1:
                 self._compact_if_worthwhile()
         draft_ids = chain.ids.to(self.ids.device)
@@ -221,6 +242,8 @@ class DecodeLoop:
             row: Step(drafts, kept, token, **details_of(chain, i))
             for i, (row, (kept, token, *drafts)) in enumerate(zip(self.rows, read))
         }
+        if self.past is not None and num_drafts > 0:
+            self.past.note(num_drafts, [step.accepted for step in steps.values()])
         for row, step in steps.items():
             self._end_at_stop(row, step)
         # Columns for the longest continuation that is still needed; the mask hides them where less was kept.
@@ -306,6 +329,7 @@ class DecodeLoop:
             "attention_mask": mask,
             "details": self.drafter.record_details,
             "options": self.options,
+            "costs": self.costs,
         }
 
     def _forward(

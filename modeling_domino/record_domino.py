@@ -36,6 +36,7 @@ class Step:
         path: trees only: indices of the accepted drafts, in order.
         stage_seconds: seconds by stage (`STAGES`), of the round of the whole batch.
         is_prefill: the forward that read the prompt; it drafts nothing and is not counted as a round.
+        is_plain: a round that drafted nothing because drafting did not pay (`auto_off`).
     """
 
     draft_ids: list[int]
@@ -48,6 +49,7 @@ class Step:
     path: list[int] | None = None
     stage_seconds: dict[str, float] = field(default_factory=dict)
     is_prefill: bool = False
+    is_plain: bool = False
 
     @property
     def token_ids(self) -> list[int]:
@@ -79,6 +81,8 @@ class Step:
             "own_id": self.own_id,
             "stage_seconds": self.stage_seconds,
         }
+        if self.is_plain:
+            trace["is_plain"] = True
         return trace if self.parents is None else {**trace, "parents": self.parents, "path": self.path}
 
 
@@ -136,6 +140,11 @@ class Run:
         return sum(step.accepted + 1 for step in self.steps)
 
     @property
+    def plain_steps(self) -> int:
+        """Rounds that drafted nothing because drafting did not pay (`auto_off`); they count in tau as keeping nothing."""
+        return sum(step.is_plain for step in self.steps)
+
+    @property
     def tau(self) -> float:
         """Mean acceptance length: tokens per verification, the target's own included; 0.0 when nothing was verified."""
         rounds = self.rounds
@@ -159,6 +168,7 @@ class Run:
             "temperature": self.temperature,
             "rule": self.rule,
             "packed_bytes": self.packed_bytes,
+            "plain_steps": self.plain_steps,
             "rounds": [step.trace() for step in self.rounds],
             "output_ids": self.output_ids,
             "seconds": self.seconds,
