@@ -193,8 +193,9 @@ def card_problems(folder: Path, repo_type: str, repo_id: str | None = None) -> l
     if head is None:
         return [f"{CARD} has no front matter; `domino card` renders it."]
     problems = list(_front_matter_problems(head, repo_type))
-    metadata = {} if problems and "YAML" in problems[0] else yaml.safe_load(head) or {}
-    problems += _snippet_problems(body, metadata, repo_id)
+    # Broken YAML names no target, so what snippets load could not be told apart.
+    if not any("no YAML" in problem for problem in problems):
+        problems += _snippet_problems(body, yaml.safe_load(head) or {}, repo_id)
     problems += _link_problems(body, folder)
     bold = re.search(r"^\*\*[^*]*not a standalone model[^*]*\*\*", body, flags=re.MULTILINE)
     if repo_type == "model" and not bold:

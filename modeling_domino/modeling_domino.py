@@ -35,7 +35,6 @@ from transformers.models.qwen3.modeling_qwen3 import (
 # Every sibling is imported here: releases before 5.19 copy from a local folder only what the entry file names itself.
 from .cache_domino import DominoCache
 from .configuration_domino import DominoConfig, how_to_use
-from .costs_domino import costs_of  # noqa: F401
 from .drafting_domino import draft_chain  # noqa: F401
 from .generation_domino import spec_generate
 from .head_domino import DominoHead
@@ -44,7 +43,6 @@ from .ops_domino import gru_step  # noqa: F401
 from .packed_domino import packed_pair  # noqa: F401
 from .plug_domino import Attachment, candidate_generator, install_plug, run_assisted
 from .record_domino import Run, get_last_runs
-from .sizing_domino import Costs  # noqa: F401
 from .taps_domino import TargetTaps  # noqa: F401
 from .target_domino import (
     TargetView,  # noqa: F401
@@ -252,14 +250,27 @@ class DominoPreTrainedModel(PreTrainedModel):
             model.draft_ranking = read_ranking(pretrained_model_name_or_path, model.config.vocab_size, **hub)
         return (model, info) if output_loading_info else model
 
-    def save_pretrained(self, save_directory, *args, **kwargs):
-        """Saves the drafter, and beside its weights the ranking of tokens if it has one."""
+    def save_pretrained(self, save_directory, *args, push_to_hub: bool = False, **kwargs):
+        """Saves the drafter, and beside its weights the ranking of tokens if it has one; does not publish."""
+        if push_to_hub:
+            self.push_to_hub()
         super().save_pretrained(save_directory, *args, **kwargs)
         if self.draft_ranking is not None:
             path = Path(save_directory, DRAFT_VOCAB_FILE)
             scratch = path.with_name(f".{path.name}.{os.getpid()}")
             scratch.write_text(ranking_text(self.draft_ranking), encoding="utf-8")
             os.replace(scratch, path)
+
+    def push_to_hub(self, *args, **kwargs):
+        """Refused: nothing would check what is published.
+
+        Raises:
+            ValueError: always, with the ways that work.
+        """
+        raise ValueError(
+            "`push_to_hub` would publish this drafter without a check or a card: save it with `save_pretrained(folder)`, then "
+            "publish the folder with `domino push`, or as it is with `hf upload`."
+        )
 
     def check_dtype(self) -> None:
         """Refuses fp16, in which hidden-state outliers overflow and acceptance falls to 0-6 %."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -89,14 +89,19 @@ def run_benchmark(
         file.close()
 
 
-def expand_methods(methods: list[str], models: Models) -> list[str]:
-    """Checks the methods' names and models; plain generation always comes first, in its two forms."""
+def require_methods(methods: list[str], given: Mapping[str, Any]) -> None:
+    """Refuses unknown methods, and those whose own model is not given; needs no model loaded."""
     unknown = [method for method in methods if method not in METHODS]
     if unknown:
         raise ValueError(f"There is no method {', '.join(unknown)}; known: {', '.join(METHODS)}.")
-    for method, model in (("dflash", models.dflash), ("assistant", models.assistant)):
+    for method, model in given.items():
         if method in methods and model is None:
             raise ValueError(f"The method {method} needs a model: name one with --{method}.")
+
+
+def expand_methods(methods: list[str], models: Models) -> list[str]:
+    """Checks the methods' names and models; plain generation always comes first, in its two forms."""
+    require_methods(methods, {"dflash": models.dflash, "assistant": models.assistant})
     if "head-off" in methods and not models.drafter.config.has_head:
         raise ValueError("The method head-off needs a drafter with a Domino head, this one has none; leave it out.")
     return [*PLAIN, *(method for method in METHODS if method in methods and method != "plain")]

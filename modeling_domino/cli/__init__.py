@@ -11,7 +11,7 @@ from modeling_domino.cli.app import app
 
 
 # In the order of `domino --help`.
-for group in ("decode", "show", "repositories", "publishing", "training", "tuning", "benchmarks"):
+for group in ("decode", "show", "repositories", "publishing", "serving", "training", "tuning", "benchmarks"):
     import_module(f"{__name__}.{group}")
 
 __all__ = ["app"]

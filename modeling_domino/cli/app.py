@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from typing import Annotated
 
 import typer
 from huggingface_hub.errors import StrictDataclassError
+from huggingface_hub.utils import logging as hub_logging
 from safetensors import SafetensorError
 from transformers.utils import logging
 
@@ -33,6 +35,9 @@ Rounds = Annotated[
 def one_sentence_errors(*sources: str | None) -> Iterator[None]:
     """Turns what a user can get wrong into one sentence and exit code 2; a failure to read `sources` names them."""
     logging.disable_progress_bar()
+    if "HF_HUB_VERBOSITY" not in os.environ:
+        # Its client tells of every attempt that failed before the last one does.
+        hub_logging.set_verbosity_error()
     try:
         yield
     except (ValueError, OSError, ImportError, FloatingPointError, SafetensorError, StrictDataclassError) as error:

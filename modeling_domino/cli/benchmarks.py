@@ -16,7 +16,7 @@ from modeling_domino.benchmark.plan import benchmark_plan, deviations
 from modeling_domino.benchmark.prompts import Prompt, context_prompts, load_prompts
 from modeling_domino.benchmark.report import compare as compare_folders
 from modeling_domino.benchmark.report import render_blocks, write_report
-from modeling_domino.benchmark.run import models_facts, run_benchmark, shard_of_process, wait_for_all
+from modeling_domino.benchmark.run import models_facts, require_methods, run_benchmark, shard_of_process, wait_for_all
 from modeling_domino.benchmark.server import CONCURRENCIES, ServerSettings, parse_arms, run_servers
 from modeling_domino.benchmark.summary import METHODS
 from modeling_domino.cli.app import AsJson, app, one_sentence_errors
@@ -91,6 +91,8 @@ def bench(
         lengths = numbers("--contexts", contexts) if contexts else []
         if lengths and (tasks or server):
             raise ValueError("`--contexts` makes tasks of its own, for a pair; leave out --tasks and --server.")
+        if not server:
+            require_methods(methods.split(","), {"dflash": dflash, "assistant": assistant})
         loaded = {}
         if not lengths:
             for task in plan["tasks"]:

@@ -14,10 +14,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-from transformers import HfArgumentParser
 
 from ..provenance import provenance
-from .config import DominoTrainingArguments
+from .config import CommandParser, DominoTrainingArguments
 from .evaluate import measure_tau, prompts_of
 from .pair import PairArguments, load_drafter, load_target, without_head
 from .train import DataArguments, load_samples, make_trainer
@@ -56,7 +55,7 @@ def main(argv: list[str] | None = None) -> dict:
     """Runs the arms that have no record yet, and writes `ablation.json` over all of them."""
     argv = sys.argv[1:] if argv is None else argv
     torch.set_flush_denormal(True)
-    parser = HfArgumentParser(
+    parser = CommandParser(
         (DominoTrainingArguments, PairArguments, DataArguments, AblationArguments), prog="domino ablate"
     )
     args, pair, data, ablation = parser.parse_args_into_dataclasses(argv)

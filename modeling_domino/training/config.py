@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from transformers import TrainingArguments
+from transformers import HfArgumentParser, TrainingArguments
 
 
 OBJECTIVES = ("ce", "kl", "tv")
@@ -15,6 +15,18 @@ TRAINABLE = ("all", "head")
 
 # The paper's decay of the loss weights over a block, by block size.
 PAPER_GAMMA = {8: 4.0, 16: 7.0}
+
+
+class CommandParser(HfArgumentParser):
+    """Reads the arguments of a training command; wrong usage is one sentence, not the list of all arguments."""
+
+    def error(self, message: str):
+        """Raises what argparse would print.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(f"{message}; `{self.prog} --help` lists every argument.")
 
 
 @dataclass
@@ -91,6 +103,8 @@ class DominoTrainingArguments(TrainingArguments):
 
     def __post_init__(self):
         super().__post_init__()
+        if self.push_to_hub:
+            raise ValueError("`push_to_hub` would publish unchecked; train without it and publish with `domino push`.")
         if self.objective not in OBJECTIVES:
             raise ValueError(f"`objective` must be one of {', '.join(OBJECTIVES)}, got {self.objective!r}.")
         if self.trainable not in TRAINABLE:

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 from huggingface_hub.utils import tqdm
-from transformers import HfArgumentParser
 
 from ..provenance import provenance
+from .config import CommandParser
 from .data import render_prompt
 from .pair import PairArguments, load_target, load_tokenizer
 
@@ -295,7 +295,7 @@ def main(argv: list[str] | None = None) -> list[Path]:
     # The first argument may be given without its name.
     if argv and not argv[0].startswith("-"):
         argv = ["--prompts", *argv]
-    parser = HfArgumentParser(RegenerateArguments, prog="domino regenerate")
+    parser = CommandParser(RegenerateArguments, prog="domino regenerate")
     (args,) = parser.parse_args_into_dataclasses(argv)
     if args.thinking not in THINKING:
         raise ValueError(f"`thinking` must be one of {', '.join(THINKING)}, got {args.thinking!r}.")

@@ -13,11 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from transformers import HfArgumentParser
 
 from ..modeling_domino import DominoDraftModel
 from ..provenance import provenance
-from .config import DominoTrainingArguments
+from .config import CommandParser, DominoTrainingArguments
 from .data import Sample, limit_sources, rank_tokens, read_samples, split_samples
 from .model import DominoTrainingModel
 from .pair import PairArguments, load_drafter, load_target
@@ -55,7 +54,7 @@ def main(argv: list[str] | None = None) -> dict:
 
 def parse(argv: list[str]) -> tuple[DominoTrainingArguments, PairArguments, DataArguments]:
     """The three groups of arguments of a command line."""
-    parser = HfArgumentParser((DominoTrainingArguments, PairArguments, DataArguments), prog="domino train")
+    parser = CommandParser((DominoTrainingArguments, PairArguments, DataArguments), prog="domino train")
     args, pair, data = parser.parse_args_into_dataclasses(argv)
     return args, pair, data
 

@@ -153,6 +153,16 @@ class DominoTrainer(Trainer):
         self._drafter.save_pretrained(folder, state_dict=state_dict)
         (folder / "training_args.json").write_text(self.args.to_json_string())
 
+    def push_to_hub(self, *args, **kwargs):
+        """Refused: what a run leaves behind holds more than belongs on the Hub.
+
+        Raises:
+            ValueError: always, with the command that publishes.
+        """
+        raise ValueError(
+            "The trainer does not publish; stage, check and publish its output folder with `domino push`."
+        )
+
     def _save_checkpoint(self, model, trial):
         # A loss can be a number once more before it shows what the last update did to the weights.
         if not all(torch.isfinite(parameter).all() for parameter in self.model.parameters()):

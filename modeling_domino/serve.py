@@ -1,0 +1,87 @@
+"""Serving: the flat export that SGLang reads, and the command that starts its server with it.
+
+SGLang executes the correction head under the algorithm DFLASH. vLLM and TensorRT-LLM have no merged runtime that does, so a drafter
+served there would be another one; they are refused.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from .configuration_domino import DominoConfig
+from .convert import convert
+
+
+ENGINES = ("sglang", "vllm", "tensorrt-llm")
+WITHOUT_HEAD = {"vllm": "vLLM", "tensorrt-llm": "TensorRT-LLM"}
+
+
+def require_engine(engine: str) -> None:
+    """Refuses an engine that does not execute the correction head.
+
+    Raises:
+        ValueError: with what serves a drafter instead.
+    """
+    if engine in WITHOUT_HEAD:
+        raise ValueError(
+            f"No merged runtime of {WITHOUT_HEAD[engine]} executes the correction head of a Domino drafter; serve it with --engine "
+            "sglang, or generate with transformers."
+        )
+    if engine not in ENGINES:
+        raise ValueError(f"`--engine` must be one of {', '.join(ENGINES)}, got {engine}.")
+
+
+def export_flat(drafter: str, folder: Path) -> Path:
+    """The flat export of a drafter: the folder of one that is flat already, else `folder`, which is written or replaced.
+
+    Raises:
+        ValueError: if the drafter cannot be exported.
+    """
+    config = Path(drafter) / "config.json"
+    if config.is_file() and json.loads(config.read_text()).get("model_type") == "qwen3":
+        return Path(drafter)
+    convert(drafter, folder, to="flat", force=folder.exists())
+    return folder
+
+
+def sglang_command(target: str | None, flat: Path, extra: Sequence[str] = ()) -> list[str]:
+    """The words that start SGLang's server for a target with the drafter in `flat`.
+
+    Args:
+        target (`str`, *optional*): Hub id or folder; by default the one that the drafter's config names.
+        extra: further arguments of SGLang.
+
+    Raises:
+        ValueError: if no target is known.
+    """
+    target = target or DominoConfig.from_pretrained(flat).target_model
+    if target is None:
+        raise ValueError(f"The drafter in {flat} does not name its target; name it with --target.")
+    return [
+        *(sys.executable, "-m", "sglang.launch_server", "--model-path", target, "--dtype", "bfloat16"),
+        *("--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(flat), *extra),
+    ]
+
+
+def shown(command: Sequence[str]) -> str:
+    """A command as a user types it."""
+    return shlex.join(["python", *command[1:]])
+
+
+def run(command: Sequence[str]) -> int:
+    """Runs the server until it ends; returns its exit status.
+
+    Raises:
+        ValueError: if SGLang is not installed.
+    """
+    if find_spec("sglang") is None:
+        raise ValueError(
+            "SGLang is not installed here; install it as its guide says, or run the printed command where it is."
+        )
+    return subprocess.run(command).returncode
