@@ -35,6 +35,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 # Every sibling is imported here: releases before 5.19 copy from a local folder only what the entry file names itself.
 from .cache_domino import DominoCache
 from .configuration_domino import DominoConfig, how_to_use
+from .costs_domino import costs_of  # noqa: F401
 from .drafting_domino import draft_chain  # noqa: F401
 from .generation_domino import spec_generate
 from .head_domino import DominoHead
@@ -43,6 +44,7 @@ from .ops_domino import gru_step  # noqa: F401
 from .packed_domino import packed_pair  # noqa: F401
 from .plug_domino import Attachment, candidate_generator, install_plug, run_assisted
 from .record_domino import Run, get_last_runs
+from .sizing_domino import Costs  # noqa: F401
 from .taps_domino import TargetTaps  # noqa: F401
 from .target_domino import (
     TargetView,  # noqa: F401
