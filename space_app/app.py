@@ -184,7 +184,11 @@ def _rounds(prompt: str, max_new_tokens: int, tree: bool, visit: str) -> Iterato
         if first is None:
             first = now - started
         if "seconds" in trace:
-            words = f"{len(trace['output_ids'])} tokens in {trace['seconds']:.2f} s, drawing included; the first after {first:.2f} s."
+            count = len(trace["output_ids"])
+            words = (
+                f"{count} token{'' if count == 1 else 's'} in {trace['seconds']:.2f} s, drawing included; the first after "
+                f"{first:.2f} s."
+            )
             if ENGINE.is_stopped(visit):
                 words = f"Stopped. {words}"
             yield trace, note(words) if drafter_ran(trace) else note(f"{DID_NOT_RUN} {words}", loud=True)

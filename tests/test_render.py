@@ -1,14 +1,25 @@
-"""The renderer: what each token of a round is, and that the terminal says it in colour and without."""
+"""The renderer: what each token of a round is, and that terminal and page say it, in colour and without."""
 
 from __future__ import annotations
 
+import ast
 import io
+import json
+import re
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from modeling_domino.render.marks import Mark, TextPieces, classify_round, printable
+from modeling_domino.render import marks
+from modeling_domino.render.charts import acceptance_by_position, tokens_per_round
+from modeling_domino.render.marks import Mark, TextPieces, classify_round, classify_without_head, printable
+from modeling_domino.render.page import draw_page
+from modeling_domino.render.race import draw_race
 from modeling_domino.render.terminal import LOOKS, draw_legend, draw_round, draw_text
+from modeling_domino.render.timeline import DID_NOT_RUN, draw_timeline, shown_token
 
 
 WORDS = {1: " one", 2: " two", 3: " three", 4: " four", 5: "\n", 6: "\x1b[31m", 7: "[bold]", 8: "", 10: " ten"}
@@ -146,3 +157,218 @@ def test_the_legend_shows_each_mark_as_it_is_drawn():
     assert draw_legend(rounds=False, brackets=False).plain.startswith("accepted draft   accepted thanks")
     for look in LOOKS.values():
         assert f"{look.before}{look.meaning}{look.after}" in draw_legend(rounds=True).plain
+
+
+def test_with_the_head_off_a_round_ends_at_the_backbones_first_wrong_pick():
+    record = round_record([1, 2, 3, 4], 3, 10, base=[1, 4, 3, 4])
+    assert classify_without_head(record) == [
+        Mark("accepted", 1, slot=0),
+        Mark("missed", 4, slot=1),
+        Mark("own", 2),
+        Mark("unused", 3, slot=2),
+        Mark("unused", 4, slot=3),
+    ]
+
+
+@pytest.mark.parametrize(
+    "drafts, accepted, own, base, kinds",
+    [
+        # The head was right all along, the backbone too.
+        ([1, 2], 2, 10, [1, 2], ["accepted", "accepted", "own"]),
+        # The backbone was right where the head was wrong; what the target would have said next is not known.
+        ([1, 2, 3], 1, 4, [1, 4, 8], ["accepted", "accepted", "unused"]),
+        ([1, 2], 0, 1, [1, 8], ["accepted", "unused"]),
+        ([1], 0, 10, [2], ["missed", "own"]),
+        ([], 0, 10, [], ["own"]),
+    ],
+)
+def test_what_is_known_of_a_round_without_the_head(drafts, accepted, own, base, kinds):
+    assert [mark.kind for mark in classify_without_head(round_record(drafts, accepted, own, base=base))] == kinds
+
+
+# Two rounds of four drafts behind a first token: the head rescues one draft, the second round misses at once.
+TRACE = {
+    "version": 1,
+    "target": "acme/target",
+    "drafter": "acme/<drafter>",
+    "kind": "chain",
+    "head": "domino",
+    "block_size": 4,
+    "rule": "greedy",
+    "temperature": 0.0,
+    "prompt_tokens": 3,
+    "rounds": [
+        {
+            **round_record([1, 2, 3, 4], 3, 10, base=[1, 4, 3, 4]),
+            "probabilities": [0.9, 0.625, 0.5, 0.4],
+            "base_probabilities": [0.9, 0.125, 0.5, 0.4],
+            "stage_seconds": {"verify": 0.25},
+        },
+        {**round_record([2, 1], 0, 1, base=[1, 1]), "stage_seconds": {}},
+    ],
+    "output_ids": [9, 1, 2, 3, 10, 1],
+    "seconds": 0.5,
+}
+TREE_TRACE = {
+    **TRACE,
+    "kind": "tree",
+    "rounds": [{**round_record([1, 2, 3, 4, 1], 2, 10), "parents": [-1, -1, 1, 1, 3], "path": [1, 3]}],
+    "output_ids": [9, 2, 4, 10],
+}
+MARKUP = {**WORDS, 1: "<b>", 2: "</span><script>alert(1)</script>", 3: '" onfocus="x', 9: "&"}
+
+
+def decode_markup(ids: list[int]) -> str:
+    return "".join(MARKUP[i] for i in ids)
+
+
+class Page(HTMLParser):
+    """Elements of a page as (tag, classes, attributes, text directly in it)."""
+
+    def __init__(self, html: str):
+        super().__init__()
+        self.elements, self._open = [], []
+        self.feed(html)
+        assert not self._open, "an element is not closed"
+
+    def handle_starttag(self, tag, attributes):
+        attributes = dict(attributes)
+        element = {
+            "tag": tag,
+            "classes": (attributes.get("class") or "").split(),
+            "attributes": attributes,
+            "text": "",
+        }
+        self.elements.append(element)
+        if tag not in ("input", "meta", "link", "br"):
+            self._open.append(element)
+
+    def handle_endtag(self, tag):
+        assert self._open.pop()["tag"] == tag
+
+    def handle_data(self, data):
+        if self._open:
+            self._open[-1]["text"] += data
+
+    def all(self, name: str) -> list[dict]:
+        return [element for element in self.elements if name in element["classes"]]
+
+
+def test_a_page_has_a_row_a_round_and_a_chip_a_token():
+    page = Page("".join(draw_timeline(TRACE, decode_markup)))
+    # The first row is the forward that read the prompt; the legend's chips say nothing.
+    rows = [row for row in page.all("dm-row") if "dm-prompt" not in row["classes"]]
+    assert [(row["attributes"]["data-given"], row["attributes"]["data-ms"]) for row in rows] == [
+        ("4", "250"),
+        ("1", "0"),
+    ]
+    spoken = [chip["attributes"]["aria-label"] for chip in page.all("dm-tok") if "aria-label" in chip["attributes"]]
+    assert len([label for label in spoken if label.startswith("The first token")]) == 1
+    # Both views of both rounds: with the head 5 and 3 chips, without it 5 and, as the end is not known, 2.
+    assert len(spoken) == 1 + (5 + 3) + (5 + 2)
+    assert (
+        "Draft 2, “</span><script>alert(1)</script>”: accepted thanks to the Domino head. Token 3 of the text. Probability "
+        "0.62 corrected, 0.12 from the backbone alone. The backbone alone would have picked “four”." in spoken
+    )
+    assert any(label.endswith("The backbone alone would have picked “<b>”, and been right.") for label in spoken)
+    assert "≥ " in "".join(given["text"] for given in page.all("dm-off"))
+    assert page.all("dm-tau")[0]["text"] == "τ = 2.50"
+
+
+def test_what_a_model_writes_is_never_markup():
+    for html in ("".join(draw_timeline(TRACE, decode_markup)), draw_page(TRACE, decode_markup, prompt="<b>&amp;")):
+        page = Page(html)
+        assert not [element for element in page.elements if "onfocus" in element["attributes"]]
+        assert "alert(1)" not in "".join(e["text"] for e in page.elements if e["tag"] == "script")
+        inside = [element["text"] for element in page.elements if element["tag"] == "i"]
+        assert {"<b>", "</span><script>alert(1)</script>", '" onfocus="x'} <= set(inside)
+
+
+def test_a_tree_hangs_together():
+    page = Page("".join(draw_timeline(TREE_TRACE, decode_markup)))
+    chips = [
+        chip for chip in page.all("dm-tok") if chip["attributes"].get("aria-label", "").startswith(("Draft", "“"))
+    ]
+    assert len(chips) == 6 and len(page.all("dm-node")) == 6
+    # The two drafts of the kept path, and the own token at its end.
+    assert len(page.all("dm-kept")) == 3
+    assert [given["text"] for given in page.all("dm-given") if "dm-on" in given["classes"]] == [" / 4"]
+    # Without the head it would have been another tree, so there is no switch.
+    assert page.all("dm-headoff") == [] and page.all("dm-scrub")
+
+
+def test_a_run_that_drafted_nothing_is_loud():
+    nothing = {**TRACE, "rounds": [], "output_ids": [9]}
+    plain = {**TRACE, "rounds": [round_record([], 0, 1)] * 2, "output_ids": [9, 1, 1]}
+    for trace in (nothing, plain):
+        (alert,) = [
+            e
+            for e in Page("".join(draw_timeline(trace, decode_markup))).elements
+            if e["attributes"].get("role") == "alert"
+        ]
+        assert alert["text"] == DID_NOT_RUN
+    assert "Reading the prompt" in "".join(draw_timeline({"rounds": [], "output_ids": []}, decode, finished=False))
+
+
+def test_charts_count_what_the_trace_holds():
+    assert tokens_per_round(TRACE["rounds"]) == {1: 1, 2: 0, 3: 0, 4: 1, 5: 0}
+    # The second round had two drafts only, so the later positions are those of the first.
+    assert acceptance_by_position(TRACE["rounds"]) == [0.5, 0.5, 1.0, 0.0]
+    assert acceptance_by_position(TRACE["rounds"], without_head=True) == [1.0, 0.0, 0.0, 0.0]
+    assert tokens_per_round(TREE_TRACE["rounds"]) == {1: 0, 2: 0, 3: 1, 4: 0}
+
+
+def test_tokens_that_would_be_invisible_are_shown():
+    assert [shown_token(text) for text in (" of", "\n\n", " \t", "   ", "", "\x1b[m", "<", " a\nb")] == [
+        "of",
+        "↵↵",
+        "⇥",
+        "␣␣␣",
+        "∅",
+        "␛[m",
+        "&lt;",
+        "a↵b",
+    ]
+
+
+def lane(method: str, output_ids: list[int], seconds: float) -> dict:
+    points = [[seconds * (i + 1) / len(output_ids), i + 1] for i in range(len(output_ids))]
+    return {"method": method, "points": points, "output_ids": output_ids, "tau": 1.0, "seconds": seconds}
+
+
+def test_a_race_stands_where_its_first_lane_arrives_and_names_the_first_difference():
+    race = {
+        "recorded": [lane("plain", [1, 2, 3, 4], 2.0), lane("chain", [1, 2, 3, 4], 1.0)],
+        "next": None,
+        "reference": [1, 2, 3, 4],
+    }
+    page = Page("".join(draw_race(race, decode)))
+    assert [count["text"] for count in page.all("dm-count")] == ["2/4", "4/4"]
+    assert "All 2 texts are identical" in page.all("dm-verdict")[0]["text"]
+    assert [e["text"] for e in page.elements if e["tag"] == "b"] == ["2.0", "1.00×", "4.0", "2.00×"]
+    race["recorded"][1] = lane("chain", [1, 2, 10, 4], 1.0)
+    (verdict,) = Page("".join(draw_race(race, decode))).all("dm-verdict")
+    assert verdict["text"] == "Not identical: Domino differs first at token 3: “ten” instead of “three”."
+    race["recorded"][1] = lane("chain", [1, 2], 1.0)
+    (verdict,) = Page("".join(draw_race(race, decode))).all("dm-verdict")
+    assert "token 3: the end instead of “three”" in verdict["text"]
+
+
+def test_a_page_needs_nothing_from_anywhere_and_carries_its_record():
+    html = draw_page(TRACE, decode_markup, prompt="ask")
+    assert not re.findall(r"(?:src|href)=\"(?!data:)|url\((?!#)|@import", html)
+    record = re.search(r'<script type="application/json" id="trace">(.*?)</script>', html, re.DOTALL)[1]
+    assert json.loads(record) == TRACE
+    assert "acme/&lt;drafter&gt;" in html and "<drafter>" not in html
+
+
+def test_the_files_that_travel_to_the_space_need_python_alone():
+    folder = Path(marks.__file__).parent
+    for path in folder.glob("*.py"):
+        roots = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                roots |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                roots.add(node.module.split(".")[0])
+        assert roots - set(sys.stdlib_module_names) == ({"rich"} if path.name == "terminal.py" else set()), path.name
