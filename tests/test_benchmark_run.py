@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from modeling_domino import cli, loop_domino, record_domino
+from modeling_domino import cli, drafting_domino, generation_domino, loop_domino, plug_domino, record_domino
 from modeling_domino.benchmark.machine import LINUX_PEAK, forget_peak_memory, peak_memory_mb, weight_bytes
 from modeling_domino.benchmark.methods import Models, Settings
 from modeling_domino.benchmark.plan import PAPER, benchmark_plan, deviations
@@ -443,3 +443,34 @@ def test_a_record_is_one_write(tmp_path):
     (tmp_path / "records.jsonl").write_text("{}\n")
     with pytest.raises(ValueError, match=r"records.jsonl, line 1: not a benchmark record"):
         read_records(tmp_path)
+
+
+def test_sizes_candidates_and_vocabularies_reach_the_drafter(pair, tmp_path, monkeypatch):
+    monkeypatch.setenv("DOMINO_CACHE", str(tmp_path / "cache"))
+    pair.drafter.draft_ranking = list(range(9))
+    settings = dataclasses.replace(
+        SETTINGS, verify_width="auto", tree="auto", candidates=5, draft_vocab=6, auto_off=True
+    )
+    asked = []
+    for module in (drafting_domino, plug_domino):
+        resolve = module.resolve_options
+        monkeypatch.setattr(
+            module, "resolve_options", lambda *a, r=resolve, **k: asked.append(r(*a, **k)) or asked[-1]
+        )
+    monkeypatch.setattr(generation_domino, "resolve_options", drafting_domino.resolve_options)
+    try:
+        records = run(
+            pair,
+            tmp_path / "out",
+            ("chain", "tree", "chain-stock"),
+            settings=settings,
+            tasks={"one": TASKS["one"][:1]},
+        )
+    finally:
+        pair.drafter.draft_ranking = None
+    assert all(record["identical"] in (None, True) for record in records.values())
+    assert {(o.candidates, len(o.vocabulary)) for o in asked if o.vocabulary is not None} == {(5, 6)}
+    assert len([options for options in asked if options.vocabulary is not None]) >= 3
+    assert pair.drafter.config.draft_candidates is None and pair.drafter.config.draft_vocab is None
+    settings = read_provenance(tmp_path / "out")["settings"]["settings"]
+    assert settings["verify_width"] == settings["tree"] == "auto" and settings["auto_off"] is True

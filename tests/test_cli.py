@@ -121,6 +121,21 @@ def test_sampling_is_not_compared_and_follows_the_seed(folders):
     assert first["text"] == again["text"] != other["text"]
 
 
+def test_drafting_options_reach_the_loop(folders, tmp_path, monkeypatch):
+    monkeypatch.setenv("DOMINO_CACHE", str(tmp_path))
+    result = generate(folders, "--verify-width", "auto", "--tree", "auto", "--candidates", "3", "--auto-off", "--json")
+    report = last_json(result)
+    assert report["identical"] is True and report["kind"] == "tree" and report["tau_cap"] == 5
+    assert report["plain_steps"] <= report["rounds"]
+    assert list((tmp_path / "costs").glob("*.json"))
+    assert "`draft_vocab` needs the drafter's ranking" in error_of(generate(folders, "--draft-vocab", "8"))
+    for option in ("--verify-width", "--tree"):
+        for text in ("0", "many", "2.5"):
+            assert f"`{option}` must be a number of at least 1, or auto, got {text}" in error_of(
+                generate(folders, option, text)
+            )
+
+
 def test_rule_and_verify_width_reach_the_loop(folders):
     report = last_json(generate(folders, "--temperature", "1", "--rule", "match", "--verify-width", "2", "--json"))
     assert report["rule"] == "match"

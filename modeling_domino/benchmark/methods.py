@@ -32,7 +32,8 @@ class Settings:
         seed: of every generation.
         thinking: the `enable_thinking` flag of the chat template.
         raw: no chat template.
-        rule, verify_width, tree: see [`stream`]; `verify_width` also holds for transformers' loop.
+        rule, verify_width, tree, candidates, draft_vocab, auto_off: see [`stream`]; widths, candidates and vocabulary also
+            hold for transformers' loop, where a width of "auto" is the whole block.
         lookup_tokens: drafts of prompt lookup.
         batch_size: prompts that are generated for at once.
     """
@@ -42,8 +43,11 @@ class Settings:
     thinking: bool = False
     raw: bool = False
     rule: str | None = None
-    verify_width: int | None = None
-    tree: TreeShape = field(default_factory=TreeShape)
+    verify_width: int | str | None = None
+    tree: TreeShape | str = field(default_factory=TreeShape)
+    candidates: int | None = None
+    draft_vocab: int | None = None
+    auto_off: bool | None = None
     lookup_tokens: int = 10
     batch_size: int = 1
 
@@ -102,7 +106,8 @@ def generation_options(temperature: float, max_new_tokens: int) -> dict[str, Any
 def generate(models: Models, method: str, inputs, options: dict[str, Any], settings: Settings) -> list[Measured]:
     """One generation with one method; `inputs` are padded on the left if they hold several prompts."""
     rule = settings.rule if options["do_sample"] else None
-    chain = {"rule": rule, "verify_width": settings.verify_width}
+    common = {name: getattr(settings, name) for name in ("verify_width", "candidates", "draft_vocab", "auto_off")}
+    chain = {"rule": rule, **common}
     match method:
         case "plain-generate":
             return by_generate(models, inputs, options)
@@ -123,13 +128,9 @@ def generate(models: Models, method: str, inputs, options: dict[str, Any], setti
         case "chain":
             return by_stream(models, models.drafter, inputs, options, **chain)
         case "tree":
-            return by_stream(
-                models, models.drafter, inputs, options, tree=settings.tree, verify_width=settings.verify_width
-            )
+            return by_stream(models, models.drafter, inputs, options, tree=settings.tree, **common)
         case "chain-stock":
-            width = {} if settings.verify_width is None else {"num_assistant_tokens": settings.verify_width}
-            (measured,) = by_generate(models, inputs, options, assistant_model=models.drafter, **width)
-            return [_with_run(measured, models.drafter.last_run)]
+            return by_assistant(models, inputs, options, settings)
     raise ValueError(f"There is no method {method}.")
 
 
@@ -155,6 +156,21 @@ def by_generate(models: Models, inputs, options: dict[str, Any], **extras) -> li
         )
         for text, counted in zip(texts, counts)
     ]
+
+
+def by_assistant(models: Models, inputs, options: dict[str, Any], settings: Settings) -> list[Measured]:
+    """A generation by transformers' loop with our drafter, which takes its options from its config."""
+    config = models.drafter.config
+    before = config.draft_candidates, config.draft_vocab
+    for name, value in (("draft_candidates", settings.candidates), ("draft_vocab", settings.draft_vocab)):
+        if value is not None:
+            setattr(config, name, value)
+    width = {"num_assistant_tokens": settings.verify_width} if type(settings.verify_width) is int else {}
+    try:
+        (measured,) = by_generate(models, inputs, options, assistant_model=models.drafter, **width)
+    finally:
+        config.draft_candidates, config.draft_vocab = before
+    return [_with_run(measured, models.drafter.last_run)]
 
 
 def by_stream(models: Models, drafter, inputs, options: dict[str, Any], **extras) -> list[Measured]:

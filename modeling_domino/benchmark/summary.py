@@ -136,7 +136,8 @@ def cap_of(method: str, settings: dict[str, Any]) -> int | None:
     drafts = settings["drafts_per_round"].get("dflash" if method == "dflash" else "drafter")
     if method == "assistant" or drafts is None:
         return None
-    return min(drafts, options["verify_width"] or drafts) + 1
+    width = options["verify_width"]
+    return (min(drafts, width) if type(width) is int else drafts) + 1
 
 
 Unit = tuple[float, ...]

@@ -31,6 +31,26 @@ Rounds = Annotated[
 ]
 
 
+# What drafts are chosen from, and how many of them are verified.
+VerifyWidth = Annotated[str | None, typer.Option(help="Most drafts to verify per round, or auto: as many as pay.")]
+Candidates = Annotated[
+    int | None, typer.Option(min=0, help="Tokens per draft that are corrected and chosen from; 0 for all.")
+]
+DraftVocab = Annotated[
+    int | None, typer.Option(min=0, help="Draft from so many of the most frequent tokens; 0 for all.")
+]
+WithAutoOff = Annotated[bool, typer.Option("--auto-off", help="Stop drafting where plain steps are faster.")]
+
+
+def size_of(option: str, text: str | None) -> int | str | None:
+    """The number that an option was given, or "auto"."""
+    if text is None or text == "auto":
+        return text
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise ValueError(f"`{option}` must be a number of at least 1, or auto, got {text}.")
+    return int(text)
+
+
 @contextmanager
 def one_sentence_errors(*sources: str | None) -> Iterator[None]:
     """Turns what a user can get wrong into one sentence and exit code 2; a failure to read `sources` names them."""

@@ -19,7 +19,16 @@ from modeling_domino.benchmark.report import render_blocks, write_report
 from modeling_domino.benchmark.run import models_facts, require_methods, run_benchmark, shard_of_process, wait_for_all
 from modeling_domino.benchmark.server import CONCURRENCIES, ServerSettings, parse_arms, run_servers
 from modeling_domino.benchmark.summary import METHODS
-from modeling_domino.cli.app import AsJson, app, one_sentence_errors
+from modeling_domino.cli.app import (
+    AsJson,
+    Candidates,
+    DraftVocab,
+    VerifyWidth,
+    WithAutoOff,
+    app,
+    one_sentence_errors,
+    size_of,
+)
 from modeling_domino.cli.pair import Pair, folder_of, introduce, load_pair, require_sources, resolve_device
 from modeling_domino.provenance import provenance
 from modeling_domino.tree_domino import TreeShape
@@ -48,8 +57,11 @@ def bench(
     assistant: Annotated[str | None, typer.Option(help="A small language model for the method assistant.")] = None,
     dflash: Annotated[str | None, typer.Option(help="A second drafter, for the method dflash.")] = None,
     rule: Annotated[str | None, typer.Option(help="Accept rule of sampled chains.")] = None,
-    verify_width: Annotated[int | None, typer.Option(min=1, help="Most drafts to verify per round.")] = None,
-    tree_nodes: Annotated[int, typer.Option(min=1, help="Drafts of a tree.")] = TreeShape.nodes,
+    verify_width: VerifyWidth = None,
+    candidates: Candidates = None,
+    draft_vocab: DraftVocab = None,
+    auto_off: WithAutoOff = False,
+    tree_nodes: Annotated[str, typer.Option(help="Drafts of a tree, or auto: as many as pay.")] = str(TreeShape.nodes),
     tree_lanes: Annotated[int, typer.Option(min=1, help="Paths extended at each depth.")] = TreeShape.lanes,
     tree_candidates: Annotated[int, typer.Option(min=1, help="Tokens corrected per depth.")] = TreeShape.candidates,
     tree_children: Annotated[int, typer.Option(min=1, help="Continuations noted per path.")] = TreeShape.children,
@@ -83,7 +95,7 @@ def bench(
             thinking=thinking,
             raw=raw,
             rule=rule,
-            verify_width=verify_width,
+            verify_width=size_of("--verify-width", verify_width),
         )
         differences = deviations(plan) if preset else []
         for line in differences:
@@ -103,10 +115,14 @@ def bench(
             if as_json:
                 typer.echo(json.dumps(summary))
             return
+        nodes = size_of("--tree-nodes", tree_nodes)
         settings = Settings(
             **{name: plan[name] for name in ("max_new_tokens", "thinking", "raw", "rule", "verify_width")},
             seed=seed,
-            tree=TreeShape(tree_nodes, tree_lanes, tree_candidates, tree_children),
+            tree="auto" if nodes == "auto" else TreeShape(nodes, tree_lanes, tree_candidates, tree_children),
+            candidates=candidates,
+            draft_vocab=draft_vocab,
+            auto_off=auto_off or None,
             lookup_tokens=lookup_tokens,
             batch_size=batch_size,
         )

@@ -18,7 +18,19 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from modeling_domino import DominoConfig, DominoDraftModel
 from modeling_domino.benchmark.run import first_difference
-from modeling_domino.cli.app import AsJson, MaxNewTokens, Rounds, app, first_sentence, one_sentence_errors
+from modeling_domino.cli.app import (
+    AsJson,
+    Candidates,
+    DraftVocab,
+    MaxNewTokens,
+    Rounds,
+    VerifyWidth,
+    WithAutoOff,
+    app,
+    first_sentence,
+    one_sentence_errors,
+    size_of,
+)
 from modeling_domino.cli.pair import Pair, introduce, load_pair, require_sources, resolve_device
 from modeling_domino.facts import drafter_facts
 from modeling_domino.generation_domino import stream
@@ -62,8 +74,13 @@ def generate(
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="When sampling: probability mass to keep.")] = 1.0,
     seed: Annotated[int, typer.Option(help="When sampling: random seed.")] = 0,
     rule: Annotated[str | None, typer.Option(help="Accept rule: greedy, match, speculative or block.")] = None,
-    verify_width: Annotated[int | None, typer.Option(min=1, help="Most drafts to verify per round.")] = None,
-    tree: Annotated[int | None, typer.Option(min=1, help="Draft a tree of so many nodes, not a chain.")] = None,
+    verify_width: VerifyWidth = None,
+    tree: Annotated[
+        str | None, typer.Option(help="Draft a tree of so many nodes, not a chain; auto: of as many as pay.")
+    ] = None,
+    candidates: Candidates = None,
+    draft_vocab: DraftVocab = None,
+    auto_off: WithAutoOff = False,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, or auto: float32 on a CPU.")] = "auto",
     device: Annotated[str, typer.Option(help="cpu, cuda, ..., or auto.")] = "auto",
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without a chat template.")] = False,
@@ -78,12 +95,20 @@ def generate(
         options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
         if temperature > 0:
             options.update(temperature=temperature, top_k=top_k, top_p=top_p)
+        extras = {
+            "rule": rule,
+            "verify_width": size_of("--verify-width", verify_width),
+            "tree": size_of("--tree", tree),
+            "candidates": candidates,
+            "draft_vocab": draft_vocab,
+            "auto_off": auto_off,
+        }
         pair = load_pair(target, drafter, *resolve_device(device, dtype), trust_remote_code=trust_remote_code)
         compare(
             pair,
             prompt,
             options,
-            extras={"rule": rule, "verify_width": verify_width, "tree": tree},
+            extras=extras,
             seed=seed,
             raw=raw,
             rounds=rounds,
@@ -156,14 +181,16 @@ def compare(
     difference = None
     if compared:
         difference = first_difference(pair.target, inputs["input_ids"], plain_ids, run.output_ids)
+    width = (extras or {}).get("verify_width")
     report = {
         "identical": difference is None if compared else None,
         "first_difference": difference,
         "tau": round(run.tau, 4),
         # The drafts of a round, one after the other, and the target's own token.
-        "tau_cap": min(pair.drafter.config.num_draft_tokens, (extras or {}).get("verify_width") or math.inf) + 1,
+        "tau_cap": min(pair.drafter.config.num_draft_tokens, width if type(width) is int else math.inf) + 1,
         "new_tokens": run.new_tokens,
         "rounds": len(run.rounds),
+        "plain_steps": run.plain_steps,
         "plain_tokens_per_second": round(len(plain_ids) / plain_seconds, 2),
         "domino_tokens_per_second": round(run.new_tokens / domino_seconds, 2),
         "speedup": round(run.new_tokens / domino_seconds * plain_seconds / len(plain_ids), 3),
@@ -241,9 +268,10 @@ def print_report(report: dict[str, Any], console: Console) -> None:
     identical = {True: "yes", False: "no", None: "not compared (two samples differ)"}[report["identical"]]
     if difference := report["first_difference"]:
         identical += f" (first difference at token {difference['position']}, logit gap {difference['logit_gap']})"
+    plain = f", {report['plain_steps']} of them without drafts, which did not pay" if report["plain_steps"] else ""
     console.print(
         f"\ntau {report['tau']:.2f} of at most {report['tau_cap']} "
-        f"({report['new_tokens']} tokens, {report['rounds']} verifications)\n"
+        f"({report['new_tokens']} tokens, {report['rounds']} verifications{plain})\n"
         f"plain generate {report['plain_tokens_per_second']:.1f} tokens/s, "
         f"Domino {report['domino_tokens_per_second']:.1f} tokens/s ({report['speedup']:.2f}x)\n"
         f"identical: {identical}"
