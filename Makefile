@@ -14,7 +14,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
 
-.PHONY: demo space test ci lint format wheel clean $(PEERS:%=test-%)
+.PHONY: demo space test browser screenshots space-record ci lint format wheel clean $(PEERS:%=test-%)
 
 demo: .venv/stamp-demo
 	$(BIN)/domino demo $(if $(PROMPT),"$(PROMPT)")
@@ -27,7 +27,18 @@ space: .venv/stamp-demo
 test: .venv/stamp-dev
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS)
 
-ci: lint test wheel $(PEERS:%=test-%)
+ci: lint test wheel browser $(PEERS:%=test-%)
+
+# The Space in headless Chromium (Debian: chromium fonts-dejavu fonts-noto-color-emoji), on the default pair.
+browser: .venv/stamp-browser
+	$(TEST_ENV) $(BIN)/python -m pytest -m browser tests/test_space_browser.py
+
+# The README's pictures, and how long the page takes: made by the same tests.
+screenshots: .venv/stamp-browser
+	$(TEST_ENV) DOMINO_SCREENSHOTS=space_app/screenshots $(BIN)/python -m pytest -m browser tests/test_space_browser.py -k "trace or race"
+
+space-record: .venv/stamp-browser
+	DOMINO_RECORD=space_app/measured.json $(BIN)/python -m pytest -m browser tests/test_space_browser.py -k how_long
 
 lint: .venv/stamp-dev
 	$(BIN)/ruff check .
@@ -64,6 +75,10 @@ clean:
 	$(PIP) -e ".[dev]"
 	$(PIP) --no-deps specforge==0.2.0 speculators==0.9.0 loguru==0.7.3
 	$(PIP) --no-deps sglang==0.5.23 || test "$$CI" != true
+	touch $@
+
+.venv/stamp-browser: .venv/stamp-dev
+	$(PIP) -e ".[browser]"
 	touch $@
 
 # A peer environment holds only another transformers and what it pins (5.8.1 cannot be imported beside a newer kernels);
