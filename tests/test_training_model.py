@@ -243,7 +243,7 @@ def test_distillation_reads_the_law_of_the_right_position():
         logits = target(batch["input_ids"]).logits[0]
         _, last_hidden = module.read_target(batch["input_ids"], batch["attention_mask"])
         scored = module._select_scored(batch["labels"])
-        law = module._target_probs(last_hidden, batch["anchors"], batch["anchor_mask"], 4, scored)
+        law = module._target_logits(last_hidden, batch["anchors"], batch["anchor_mask"], 4, scored).softmax(-1)
     for block, anchor in enumerate(batch["anchors"][0].tolist()):
         for i in range(4):
             if anchor + i < 14:

@@ -131,8 +131,20 @@ class DominoTrainingModel(nn.Module):
         final = self._final_logits(base, hidden, prefix_ids, scored)
         target_probs = None
         if self.args.objective != "ce" and self.training:
-            target_probs = self._target_probs(last_hidden, anchors, anchor_mask, labels.shape[1], scored)
+            logits = self._target_logits(last_hidden, anchors, anchor_mask, labels.shape[1], scored)
+            target_probs = logits.float().softmax(-1)
         return self._objective(base, final, scored.index(labels), weights, target_probs)
+
+    @torch.no_grad()
+    def both_logits(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The drafter's and the target's logits of every draft over the whole vocabulary, `[N, n, V]`; see `forward`."""
+        taps, last_hidden = self.read_target(batch["input_ids"], batch["attention_mask"])
+        anchors, anchor_mask = batch["anchors"], batch["anchor_mask"]
+        hidden = self.run_backbone(batch["input_ids"], taps, anchors, anchor_mask)[anchor_mask]
+        everything = ScoredVocabulary(None, self.drafter.config.vocab_size)
+        base = self._base_logits(hidden, everything)
+        final = self._final_logits(base, hidden, batch["prefix_ids"][anchor_mask], everything)
+        return final, self._target_logits(last_hidden, anchors, anchor_mask, hidden.shape[1], everything)
 
     @torch.no_grad()
     def read_target(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -223,14 +235,14 @@ class DominoTrainingModel(nn.Module):
         return torch.stack(corrected, dim=1)
 
     @torch.no_grad()
-    def _target_probs(self, last_hidden, anchors, anchor_mask, num_drafts: int, scored) -> torch.Tensor:
-        """The target's law of every draft over the scored tokens, `[N, n, V']`."""
+    def _target_logits(self, last_hidden, anchors, anchor_mask, num_drafts: int, scored) -> torch.Tensor:
+        """The target's logits of every draft over the scored tokens, `[N, n, V']`."""
         logits = self._base_logits(last_hidden, scored)
         offsets = torch.arange(num_drafts, device=anchors.device)
         # The law of the token at a + 1 + i stands at position a + i; behind the end the weights are 0.
         positions = (anchors[..., None] + offsets).clamp(max=last_hidden.shape[1] - 1)
         rows = torch.arange(len(anchors), device=anchors.device)[:, None, None].expand_as(positions)
-        return logits.float().softmax(-1)[rows[anchor_mask], positions[anchor_mask]]
+        return logits[rows[anchor_mask], positions[anchor_mask]]
 
     def _objective(self, base, final, labels, weights, target_probs) -> BlockOutput:
         """Sums of loss and statistics over blocks; `base` and `final` `[N, n, V']`, the others `[N, n, ...]`."""
