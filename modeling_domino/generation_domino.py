@@ -96,9 +96,9 @@ def stream(
     options = {"rule": rule, "verify_width": verify_width, "tree": tree}
     options.update(candidates=candidates, draft_vocab=draft_vocab, costs=costs, auto_off=auto_off)
     loop = open_loop(target, drafter, input_ids, **options, **generate_kwargs)
-    if len(loop.rows) > 1:
+    if len(loop.texts.rows) > 1:
         raise ValueError(
-            f"A stream writes one sequence, got {len(loop.rows)}; `drafter.spec_generate(target, input_ids)` decodes batches."
+            f"A stream writes one sequence, got {len(loop.texts.rows)}; `drafter.spec_generate(target, input_ids)` decodes batches."
         )
     return _only_sequence(loop, streamer)
 
@@ -151,11 +151,11 @@ def spec_generate(
     if stop_token_ids is not None:
         kwargs["eos_token_id"] = stop_token_ids
     loop = open_loop(target, self, input_ids, **kwargs)
-    if streamer is not None and len(loop.rows) > 1:
-        raise ValueError(f"A streamer takes one sequence, got {len(loop.rows)}; leave it out for a batch.")
+    if streamer is not None and len(loop.texts.rows) > 1:
+        raise ValueError(f"A streamer takes one sequence, got {len(loop.texts.rows)}; leave it out for a batch.")
     for _ in loop.steps(streamer):
         pass
-    sequences = loop.sequences()
+    sequences = loop.texts.sequences()
     return GenerateDecoderOnlyOutput(sequences=sequences) if return_dict else sequences
 
 

@@ -15,21 +15,18 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
-from transformers import (
-    EosTokenCriteria,
-    MaxLengthCriteria,
-    StoppingCriteriaList,
-)
+from transformers import StoppingCriteriaList
 
 from .cache_domino import DominoCache, compact, drop_last, keep_context, keep_rows, start_recording
-from .drafting_domino import SCORE_ONLY_PROCESSORS, DraftChain, DraftOptions, draft_chain, draft_tree
+from .drafting_domino import DraftChain, DraftOptions, draft_chain, draft_tree
 from .packed_domino import packed_pair
 from .record_domino import Run, StageClock, Step, details_of, name_of, set_last_runs
 from .sizing_domino import AutoOff, Costs, PastWidth
 from .taps_domino import TargetTaps
 from .target_domino import TargetView
+from .texts_domino import Texts
 from .tree_domino import TreeMask, TreeShape
-from .verification_domino import accept_block, accept_match, accept_speculative, accept_tree, sample_rows
+from .verification_domino import accept_block, accept_match, accept_speculative, accept_tree
 
 
 # The rules that weigh a draft's law against the target's, and so need drafts that were sampled.
@@ -43,8 +40,7 @@ HIDDEN_SLACK = 64
 class DecodeLoop:
     """State of one generation: the texts, the two caches, and the context that the drafter has not read yet.
 
-    `ids` and `lengths` are the texts, one row a sequence, and stay as they are when a sequence ends; everything on the
-    models' side is kept for the open sequences alone, whose rows are listed in `rows`.
+    The texts keep the sequences that ended; everything on the models' side is kept for the open ones alone.
     """
 
     def __init__(
@@ -70,32 +66,23 @@ class DecodeLoop:
     ):
         self.view, self.drafter, self.options = view, drafter, options
         self.cache, self.keyword = cache, keyword
-        self.processors, self.rule, self.width, self.tree = processors, rule, width, tree
+        self.rule, self.width, self.tree = rule, width, tree
         self.costs, self.auto_off = costs, auto_off
         # Drafts that were sampled must not decide how many of them there are.
         by_past = costs is not None and tree is None and rule in SAMPLED_DRAFTS
         self.past = PastWidth(costs, width) if by_past else None
-        self.do_sample = generation_config.do_sample
-        self.max_length = generation_config.max_length
-        eos = getattr(generation_config, "_eos_token_tensor", None)
-        self.stop_ids = set() if eos is None else set(eos.flatten().tolist())
-        pad = getattr(generation_config, "_pad_token_tensor", None)
-        self.pad_id = 0 if pad is None else int(pad)
-        self.criteria = StoppingCriteriaList(
-            c for c in criteria if not isinstance(c, (MaxLengthCriteria, EosTokenCriteria))
+        self.texts = Texts(
+            input_ids,
+            processors=processors,
+            criteria=criteria,
+            generation_config=generation_config,
+            spare=drafter.config.block_size + 1,
         )
         self.draft_cache = DominoCache(drafter.context_window) if store is None else store
         self.taps = TargetTaps(view.layers, drafter.config.target_layer_ids)
         self.clock = StageClock(drafter.device, synchronize=drafter.record_details)
 
-        # Texts and mask live in buffers of the final size: nothing is concatenated as a text grows.
         batch, prompt = input_ids.shape
-        self.rows = list(range(batch))
-        self.lengths = [prompt] * batch
-        # Pads where nothing is written yet: what processors see of a sequence that ended early.
-        size = max(self.max_length, prompt) + drafter.config.block_size + 1
-        self.ids = input_ids.new_full((batch, size), self.pad_id)
-        self.ids[:, :prompt] = input_ids
         # Columns of the target's cache: those the caller filled, which the drafter does not have, then prompt and text.
         # A static cache counts in a tensor of its own, which moves on.
         self.columns = int(cache.get_seq_length())
@@ -107,16 +94,16 @@ class DecodeLoop:
         self.runs = [self._new_run(prompt, generation_config) for _ in range(batch)]
 
     def _make_masks(self, attention_mask: torch.Tensor | None) -> None:
-        batch, config = self.ids.shape[0], self.drafter.config
-        size = self.offset + self.ids.shape[1]
+        batch, config = self.texts.ids.shape[0], self.drafter.config
+        size = self.offset + self.texts.ids.shape[1]
         self.mask = None
         if batch > 1 or (attention_mask is not None and not bool(attention_mask.all())):
             room = int(HIDDEN_SHARE * size) + HIDDEN_SLACK + 2 * config.block_size
-            self.mask = torch.ones(batch, room, dtype=torch.long, device=self.ids.device)
+            self.mask = torch.ones(batch, room, dtype=torch.long, device=self.texts.device)
             if attention_mask is not None:
                 self.mask[:, : attention_mask.shape[1]] = attention_mask
         if self.tree is not None:
-            known = None if self.mask is None else self.mask[:, : self.offset + self.lengths[0]]
+            known = None if self.mask is None else self.mask[:, : self.offset + self.texts.lengths[0]]
             like = self.view.target.get_input_embeddings().weight
             self.tree_mask = TreeMask(self.tree.nodes + 1, size + self.tree.nodes, like=like, padding=known)
 
@@ -129,7 +116,7 @@ class DecodeLoop:
             path="loop",
             block_size=drafter.config.block_size,
             prompt_tokens=prompt,
-            temperature=float(generation_config.temperature or 1.0) if self.do_sample else 0.0,
+            temperature=float(generation_config.temperature or 1.0) if self.texts.do_sample else 0.0,
             rule=self.rule,
             kind="chain" if self.tree is None else "tree",
         )
@@ -147,7 +134,7 @@ class DecodeLoop:
                     run.packed_bytes = packed_bytes
                 start_recording(self.cache)
                 if streamer is not None:
-                    streamer.put(self.ids[:, : self.lengths[0]].cpu())
+                    streamer.put(self.texts.ids[:, : self.texts.lengths[0]].cpu())
                 steps = self._prefill()
                 while steps:
                     for row, step in steps.items():
@@ -156,7 +143,7 @@ class DecodeLoop:
                         if streamer is not None:
                             streamer.put(torch.tensor(step.token_ids))
                     yield steps
-                    steps = self._round() if self.rows else None
+                    steps = self._round() if self.texts.rows else None
             self._keep_context()
         finally:
             set_last_runs(self.drafter, self.runs)
@@ -171,7 +158,7 @@ class DecodeLoop:
             self.drafter.append_context(
                 self.context.to(self.drafter.dtype), positions.to(self.drafter.device), self.draft_cache
             )
-            keep_context(self.cache, self.drafter, self.draft_cache, self.ids[:, : self.columns])
+            keep_context(self.cache, self.drafter, self.draft_cache, self.texts.ids[:, : self.columns])
 
     def _packed(self):
         rows = 1 + (self.width if self.tree is None else self.tree.nodes)
@@ -179,10 +166,10 @@ class DecodeLoop:
 
     def _prefill(self) -> dict[int, Step]:
         """Reads the prompts and picks the first tokens, the first anchors."""
-        prompt = self.lengths[0]
+        prompt = self.texts.lengths[0]
         positions = self.prompt_positions[..., self.known :]
-        outputs = self._forward(self.ids[:, self.known : prompt], positions, num_logits=1)
-        own = self._pick(self._process(outputs.logits[:, -1:]))
+        outputs = self._forward(self.texts.ids[:, self.known : prompt], positions, num_logits=1)
+        own = self.texts.pick(self.texts.law(outputs.logits[:, -1:]))
         self.clock.mark("verify")
         steps = {row: Step([], 0, token, is_prefill=True) for row, (token,) in enumerate(own.tolist())}
         # As if the anchor of the prefill were the last token of the prompt, with the rest of it in front.
@@ -193,10 +180,9 @@ class DecodeLoop:
 
     def _round(self) -> dict[int, Step]:
         """One round, drafted unless that does not pay."""
-        room = self.max_length - min(self.lengths[row] for row in self.rows) - 1
-        num_drafts = min(self.width, room)
+        num_drafts = min(self.width, self.texts.room)
         if self.past is not None and num_drafts > 0:
-            num_drafts = min(num_drafts, self.past.width(len(self.rows)))
+            num_drafts = min(num_drafts, self.past.width(len(self.texts.rows)))
         if self.auto_off is None or num_drafts == 0:
             return self._round_of(num_drafts)
         drafted = self.auto_off.begin()
@@ -219,33 +205,33 @@ class DecodeLoop:
             chain = draft_chain(
                 **self._draft_inputs(),
                 num_drafts=num_drafts,
-                processors=self._process_draft if self.processors else None,
+                processors=self.texts.draft_law if self.texts.processors else None,
                 # Under "match" the likeliest draft is the best one at every temperature.
                 do_sample=self.rule in SAMPLED_DRAFTS,
             )
             num_drafts = chain.ids.shape[1]
-            if self.ids.shape[0] > 1:
+            if self.texts.ids.shape[0] > 1:
                 self._compact_if_worthwhile()
-        draft_ids = chain.ids.to(self.ids.device)
-        self._write(draft_ids, ahead=0)
-        positions = self.anchor_positions + torch.arange(num_drafts + 1, device=self.ids.device)
+        draft_ids = chain.ids.to(self.texts.device)
+        self.texts.write(draft_ids, ahead=0)
+        positions = self.anchor_positions + torch.arange(num_drafts + 1, device=self.texts.device)
         outputs = self._forward(torch.cat([self.anchor, draft_ids], dim=1), positions, num_logits=num_drafts + 1)
-        logits = self._process(outputs.logits[:, -num_drafts - 1 :])
+        logits = self.texts.law(outputs.logits[:, -num_drafts - 1 :])
         if self.rule in SAMPLED_DRAFTS and num_drafts > 0:
             accept = SAMPLED_DRAFTS[self.rule]
             accepted, own = accept(draft_ids, chain.logits.to(logits.device), logits)
         else:
-            accepted, own = accept_match(draft_ids, self._pick(logits).to(draft_ids.device))
+            accepted, own = accept_match(draft_ids, self.texts.pick(logits).to(draft_ids.device))
         read = torch.cat([accepted[:, None], own[:, None], draft_ids], dim=1).tolist()
         self.clock.mark("verify")
         steps = {
             row: Step(drafts, kept, token, **details_of(chain, i))
-            for i, (row, (kept, token, *drafts)) in enumerate(zip(self.rows, read))
+            for i, (row, (kept, token, *drafts)) in enumerate(zip(self.texts.rows, read))
         }
         if self.past is not None and num_drafts > 0:
             self.past.note(num_drafts, [step.accepted for step in steps.values()])
         for row, step in steps.items():
-            self._end_at_stop(row, step)
+            self.texts.end_at_stop(row, step)
         # Columns for the longest continuation that is still needed; the mask hides them where less was kept.
         kept = max(step.accepted for step in steps.values())
         drop_last(self.cache, num_drafts - kept)
@@ -258,7 +244,7 @@ class DecodeLoop:
         """Drafts a tree and verifies it. The only wait for the device is the `tolist` below."""
         temperature = self.runs[0].temperature or 1.0
         tree = draft_tree(**self._draft_inputs(), shape=self.tree, max_depth=max_depth, temperature=temperature)
-        device = self.ids.device
+        device = self.texts.device
         tokens, parents, depths = (value.to(device) for value in (tree.tokens, tree.parents, tree.depths))
         ancestors = tree.ancestors().to(device)
         num_rows = tokens.shape[1] + 1
@@ -269,8 +255,8 @@ class DecodeLoop:
             num_logits=num_rows,
             mask=self.tree_mask.behind(self.columns, ancestors),
         )
-        logits = self._process_tree(outputs.logits[:, -num_rows:], tokens, parents)
-        accepted, own, path = accept_tree(tokens, parents, ancestors, self._pick(logits).to(device))
+        logits = self.texts.tree_law(outputs.logits[:, -num_rows:], tokens, parents)
+        accepted, own, path = accept_tree(tokens, parents, ancestors, self.texts.pick(logits).to(device))
         read = torch.cat([accepted, own, path[0], tokens[0], parents[0]]).tolist()
         self.clock.mark("verify")
         kept, token, path, nodes = read[0], read[1], read[2 : 2 + num_rows], read[2 + num_rows :]
@@ -282,22 +268,12 @@ class DecodeLoop:
             own_id=token,
             **details_of(tree),
         )
-        self._write(self.ids.new_tensor([step.accepted_ids]), ahead=0)
-        self._end_at_stop(0, step)
+        self.texts.write(self.texts.ids.new_tensor([step.accepted_ids]), ahead=0)
+        self.texts.end_at_stop(0, step)
         rows = torch.tensor([0, *(node + 1 for node in step.path)], device=device)
         keep_rows(self.cache, num_rows, rows)
         self._collect_context(self.taps.read(outputs, rows, device=self.drafter.device), positions[..., rows])
         return self._commit({0: step}, accepted, own[:, None], kept=step.accepted)
-
-    def _pick(self, logits: torch.Tensor) -> torch.Tensor:
-        """The target's own token at each row, `[B, n]`."""
-        return sample_rows(logits) if self.do_sample else logits.argmax(dim=-1)
-
-    def _write(self, tokens: torch.Tensor, ahead: int) -> None:
-        """Puts drafts `[B, n]` into the texts, behind the committed tokens and `ahead` others; they do not count yet."""
-        for i, row in enumerate(self.rows):
-            start = self.lengths[row] + ahead
-            self.ids[row, start : start + tokens.shape[1]] = tokens[i]
 
     def _collect_context(self, taps: torch.Tensor, positions: torch.Tensor) -> None:
         """Takes what the target says of committed rows, `[B, m, L * D]`; the next draft reads all that has come since the last."""
@@ -312,7 +288,7 @@ class DecodeLoop:
         """What every way of drafting needs; the context counts as read."""
         context, self.context = self.context, None
         device, block_size = self.drafter.device, self.drafter.config.block_size
-        block = self.anchor_positions + torch.arange(block_size, device=self.ids.device)
+        block = self.anchor_positions + torch.arange(block_size, device=self.texts.device)
         positions = torch.cat([self.context_positions, block], dim=-1)
         if positions.dim() == 3:
             # A vision-language target has one row of positions per axis; for text they agree.
@@ -346,88 +322,6 @@ class DecodeLoop:
             input_ids=input_ids, attention_mask=mask, position_ids=positions, use_cache=True, **kwargs
         )
 
-    def _process(self, logits: torch.Tensor) -> torch.Tensor:
-        """The target's law at the anchors and behind each draft, `[B, n + 1, V]`."""
-        if not self.processors and not self.do_sample:
-            return logits
-        logits = logits.float()
-        if not self.processors:
-            return logits
-        return torch.stack([self._process_at(logits[:, i], ahead=i) for i in range(logits.shape[1])], dim=1)
-
-    def _process_draft(self, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """The processors as the drafter calls them, with the anchors and the drafts picked so far, `[B, 1 + i]`."""
-        ahead = ids.shape[1] - 1
-        if ahead > 0:
-            self._write(ids[:, -1:].to(self.ids.device), ahead=ahead - 1)
-        return self._process_at(logits, ahead=ahead)
-
-    def _process_at(self, logits: torch.Tensor, *, ahead: int) -> torch.Tensor:
-        """Processors see, for each sequence, its text and `ahead` drafts; `logits` and result are `[B, V]`.
-
-        They are always called with the whole batch, since some tell sequences by their place in it; texts of different
-        lengths go one length at a time.
-        """
-        batch = self.ids.shape[0]
-        lengths = sorted({self.lengths[row] for row in self.rows})
-        everything = logits
-        if len(self.rows) < batch:
-            everything = logits.new_zeros(batch, logits.shape[1])
-            everything[self.rows] = logits
-        processed = {
-            length: self.processors(
-                self.ids[:, : length + ahead].to(logits.device),
-                everything if len(lengths) == 1 else everything.clone(),
-            )
-            for length in lengths
-        }
-        if len(lengths) == 1:
-            return processed[lengths[0]][self.rows] if len(self.rows) < batch else processed[lengths[0]]
-        return torch.stack([processed[self.lengths[row]][row] for row in self.rows])
-
-    def _process_tree(self, logits: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
-        """The target's law at every row of a tree; processors see the tokens on the row's own path."""
-        if not self.do_sample and not self.processors:
-            return logits
-        logits = logits.float()
-        if not self.processors:
-            return logits
-        prefix = self.ids[:, : self.lengths[0]]
-        if all(type(processor) in SCORE_ONLY_PROCESSORS for processor in self.processors):
-            return self.processors(prefix, logits[0])[None]
-        # Others read the text, which differs from row to row: the tree's shape is needed on the host. A node that its
-        # parent's law rules out is left as it is: it cannot be reached, and some processors refuse such a text.
-        token_ids, parent_rows = tokens[0].tolist(), parents[0].tolist()
-        rows, paths = [self.processors(prefix, logits[:, 0])], {0: []}
-        for i, (token, parent) in enumerate(zip(token_ids, parent_rows), start=1):
-            row = logits[:, i]
-            if parent in paths and rows[parent][0, token] > -torch.inf:
-                paths[i] = [*paths[parent], token]
-                row = self.processors(torch.cat([prefix, prefix.new_tensor([paths[i]])], dim=1), row)
-            rows.append(row)
-        return torch.stack(rows, dim=1)
-
-    def _end_at_stop(self, row: int, step: Step) -> None:
-        """Ends a text at the first token that stops it: that token becomes the own token of a shorter round.
-
-        The drafts of a chain behind it count as never made, as on the stock path, which cuts them before the
-        verification; of a tree only the kept path is asked, and the tree stays as it was.
-        """
-        room = self.max_length - self.lengths[row]
-        tokens = step.draft_ids if step.path is None else step.accepted_ids
-        for i, token in enumerate(tokens):
-            if i + 1 == room or token in self.stop_ids or self._criteria_stop(row, self.lengths[row] + i + 1):
-                if i < step.accepted:
-                    step.accepted, step.own_id = i, token
-                if step.path is None:
-                    step.keep_drafts(i)
-                else:
-                    step.path = step.path[:i]
-                return
-
-    def _criteria_stop(self, row: int, length: int) -> bool:
-        return len(self.criteria) > 0 and bool(self.criteria(self.ids[:, :length], None)[row])
-
     def _commit(
         self, steps: dict[int, Step], accepted: torch.Tensor, own: torch.Tensor, *, kept: int
     ) -> dict[int, Step]:
@@ -440,23 +334,15 @@ class DecodeLoop:
             kept: columns behind the anchor's that the round leaves in the caches.
         """
         if self.mask is not None and kept > 0:
-            behind = torch.arange(kept + 1, device=self.ids.device)
+            behind = torch.arange(kept + 1, device=self.texts.device)
             self.mask[:, self.columns : self.columns + kept + 1] = behind <= accepted[:, None]
         self.columns += kept + 1
         self.anchor = own
         self.anchor_positions = self.anchor_positions + accepted[:, None] + 1
-        still_open = []
-        for i, (row, step) in enumerate(steps.items()):
-            end = self.lengths[row] + step.accepted + 1
-            self.ids[row, end - 1] = step.own_id
-            self.lengths[row] = end
-            if step.own_id not in self.stop_ids and end < self.max_length and not self._criteria_stop(row, end):
-                still_open.append(i)
-            else:
-                self.ids[row, end:] = self.pad_id
-        if 0 < len(still_open) < len(self.rows):
-            self._keep_sequences(torch.tensor(still_open, device=self.ids.device))
-        self.rows = [self.rows[i] for i in still_open]
+        num_open = len(self.texts.rows)
+        still_open = self.texts.commit(steps)
+        if 0 < len(still_open) < num_open:
+            self._keep_sequences(torch.tensor(still_open, device=self.texts.device))
         self.clock.mark("commit")
         seconds = self.clock.take()
         for step in steps.values():
@@ -477,7 +363,7 @@ class DecodeLoop:
 
         Called right after drafting, when the drafter's store has caught up with the target's cache.
         """
-        longest = max(self.lengths[row] for row in self.rows) - 1
+        longest = self.texts.longest - 1
         if self.columns <= HIDDEN_SHARE * longest + HIDDEN_SLACK:
             return
         # Stable, so the visible columns keep their order; where a sequence is shorter, hidden ones stay in front.
@@ -488,10 +374,3 @@ class DecodeLoop:
         self.mask.fill_(1)
         self.mask[:, :longest] = visible
         self.columns = longest
-
-    def sequences(self) -> torch.Tensor:
-        """Prompts and texts, filled up with the pad token to the longest, `[B, S]`."""
-        lengths = torch.tensor(self.lengths, device=self.ids.device)[:, None]
-        longest = max(self.lengths)
-        behind = torch.arange(longest, device=self.ids.device) >= lengths
-        return self.ids[:, :longest].masked_fill(behind, self.pad_id)
