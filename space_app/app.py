@@ -43,7 +43,9 @@ PAGE_CSS = """
 .dm-head-line p { color: var(--dm-soft); }
 .dm-footer { color: var(--dm-soft); font-size: .87em; overflow-wrap: anywhere; }
 .dm-footer p { margin: 0 0 .35em !important; }
-.dm-architecture svg { width: 100%; height: auto; }
+.dm-architecture { overflow-x: auto; }
+.dm-architecture svg { width: 100%; min-width: 560px; max-width: 860px; height: auto; }
+#race:not(:has(.dm-lane, .dm-note)) { display: none; }
 #text textarea { unicode-bidi: plaintext; }
 """
 

@@ -24,7 +24,8 @@ main { max-width: 1120px; margin: 0 auto; padding: 1.2em clamp(10px, 3vw, 28px) 
   border: 1px solid var(--dm-line); border-radius: 10px; padding: .8em 1em; margin: 0;
 }
 .dm-footer { color: var(--dm-soft); font-size: .87em; margin-top: 2em; }
-.domino svg { width: 100%; height: auto; }
+.dm-architecture { overflow-x: auto; }
+.dm-architecture svg { width: 100%; min-width: 560px; max-width: 860px; height: auto; }
 """
 
 
@@ -75,7 +76,7 @@ def draw_page(
 <h2>Text</h2>
 <pre class="dm-text">{text}</pre>
 <h2>How it works</h2>
-{ARCHITECTURE}
+<div class="dm-architecture" tabindex="0" role="group" aria-label="How it works">{ARCHITECTURE}</div>
 <p class="dm-footer">{escape(" · ".join(facts))}</p>
 </main>
 <script type="application/json" id="trace">{record}</script>
