@@ -13,6 +13,10 @@ from dataclasses import dataclass
 import torch
 
 
+# Rows that a mask has room for at first, behind a padded prompt.
+FIRST_ROWS = 1024
+
+
 @dataclass(frozen=True)
 class TreeShape:
     """How a tree is grown.
@@ -75,26 +79,31 @@ class DraftTree:
 class TreeMask:
     """The additive mask under which the target reads a tree: every row sees the prefix and its own path.
 
-    One buffer `[1, 1, N + 1, size]` for the whole text; a round writes its tree behind the prefix and gets a view.
+    One buffer for the whole text; a round writes its tree behind the prefix and gets a view. It grows by doubling, up to
+    `[1, 1, N + 1, size]`: a generous limit on the length costs nothing until the text is that long.
 
     Args:
         num_rows: N + 1.
-        size: rows of the whole text.
+        size: most rows of the whole text.
         like: a tensor with the target's dtype and device.
         padding (*optional*): 1 for real tokens of the prompt, `[1, S]`.
     """
 
     def __init__(self, num_rows: int, size: int, *, like: torch.Tensor, padding: torch.Tensor | None = None):
         self._hidden = torch.finfo(like.dtype).min
-        self._mask = like.new_zeros(1, 1, num_rows, size)
-        self._open = 0
+        self._size = size
+        self._open = 0 if padding is None else padding.shape[1]
+        self._mask = like.new_zeros(1, 1, num_rows, min(size, self._open + FIRST_ROWS))
         if padding is not None:
-            self._open = padding.shape[1]
             self._mask[..., : self._open].masked_fill_(padding[:, None, None, :] == 0, self._hidden)
 
     def behind(self, first: int, ancestors: torch.Tensor) -> torch.Tensor:
         """The view `[1, 1, N + 1, first + N + 1]` for a tree whose anchor sits at row `first`."""
         num_rows = ancestors.shape[1]
+        if first + num_rows > self._mask.shape[3]:
+            grown = self._mask.new_zeros(*self._mask.shape[:3], min(self._size, 2 * (first + num_rows)))
+            grown[..., : self._open] = self._mask[..., : self._open]
+            self._mask = grown
         # What the last tree wrote is prefix now.
         self._mask[..., self._open : first] = 0
         tree = self._mask[:, :, :num_rows, first : first + num_rows]

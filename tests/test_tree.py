@@ -10,7 +10,7 @@ import torch
 from conftest import generate_loop, prompt, tiny_drafter, tiny_target
 from transformers import DynamicCache, LogitsProcessorList, RepetitionPenaltyLogitsProcessor, StoppingCriteria
 
-from modeling_domino import drafting_domino
+from modeling_domino import drafting_domino, tree_domino
 from modeling_domino.cache_domino import keep_rows
 from modeling_domino.drafting_domino import Block
 from modeling_domino.target_domino import TargetView
@@ -52,6 +52,19 @@ def test_ancestors_and_mask_show_each_row_its_own_path():
     assert seen[0, 0, :, :2].any() == False  # noqa: E712
     assert seen[0, 0, :, 2:7].all()
     assert torch.equal(seen[0, 0, :, 7:], small[0])
+
+
+def test_a_mask_grows_with_the_text_and_not_with_its_limit(monkeypatch):
+    monkeypatch.setattr(tree_domino, "FIRST_ROWS", 8)
+    padding = torch.tensor([[0, 0, 1, 1]])
+    tree = tree_of([5] * 3, [0, 1, 0]).ancestors()
+    whole = TreeMask(4, 60, like=torch.zeros(1), padding=padding)
+    mask = TreeMask(4, 10**9, like=torch.zeros(1), padding=padding)
+    whole._mask = whole._mask.new_zeros(1, 1, 4, 60)
+    whole._mask[..., :2] = whole._hidden
+    for first in (4, 6, 9, 30, 31, 56):
+        assert torch.equal(mask.behind(first, tree), whole.behind(first, tree))
+    assert mask._mask.shape[3] <= 2 * 60
 
 
 def best_first(view, head, hidden, base_logits, anchor_embeds, budget: int):
