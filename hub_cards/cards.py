@@ -88,7 +88,9 @@ def render_page(page: Path) -> str:
 
 
 def _render_drafter(folder: Path, repo_id: str, tag: str, about: dict[str, Any]) -> str:
-    config = DominoConfig.from_dict(about["config"]) if "config" in about else DominoConfig.from_pretrained(folder)
+    # A recipe's folder holds no drafter until it is staged.
+    staged = (folder / "config.json").is_file()
+    config = DominoConfig.from_pretrained(folder) if staged else DominoConfig.from_dict(about["config"])
     facts = drafter_facts(config)
     target = about.get("target") or config.target_model
     if target is None:
@@ -115,7 +117,7 @@ def _render_drafter(folder: Path, repo_id: str, tag: str, about: dict[str, Any])
         "source": about.get("source"),
         "revision": about.get("revision"),
         # Qwen3's template thinks aloud unless told otherwise, and its drafters were trained without.
-        "template_options": "enable_thinking=False, " if about.get("thinking") is False else "",
+        "template_options": "    enable_thinking=False,\n" if about.get("thinking") is False else "",
         "results": None,
         "published": _published(about.get("published_as")),
         "configuration": _configuration(config, facts),

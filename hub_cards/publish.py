@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, hf_hub_download
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import (
     EntryNotFoundError,
     HfHubHTTPError,
@@ -35,8 +35,7 @@ from huggingface_hub.utils.sha import git_hash, sha_fileobj
 
 from hub_cards.cards import FIGURE, RESULTS, render
 from hub_cards.lint import CARD, require_clean, split_card
-from modeling_domino.benchmark.plots import draw_plots
-from modeling_domino.benchmark.records import read_records
+from modeling_domino.benchmark.plots import draw_tasks
 from modeling_domino.convert import written_at_once
 from modeling_domino.default_pair import trained_drafter_folder
 from modeling_domino.provenance import CHECKOUT, git_state
@@ -227,7 +226,7 @@ def source_licence(recipe: dict[str, Any]) -> str:
     source, revision = recipe["source"], recipe["revision"]
     with hub_errors(source):
         try:
-            card = Path(hf_hub_download(source, CARD, revision=revision)).read_text(encoding="utf-8")
+            card = Path(HfApi().hf_hub_download(source, CARD, revision=revision)).read_text(encoding="utf-8")
         except EntryNotFoundError:
             card = ""
     head, _ = split_card(card)
@@ -240,18 +239,14 @@ def source_licence(recipe: dict[str, Any]) -> str:
 
 
 def write_card(name: str, *, repo_id: str | None = None, tag: str | None = None) -> Path:
-    """Writes the card of a folder into it, with the figure that its records allow; returns the card's path."""
+    """Writes the card of a folder into it, and the figure of its results; returns the card's path."""
     folder = publishable_folder(name)
-    records = folder / RESULTS.parent / "benchmark"
-    if (folder / RESULTS).is_file() and records.is_dir():
-        with tempfile.TemporaryDirectory() as scratch:
-            summary = json.loads((folder / RESULTS).read_text(encoding="utf-8"))
-            if FIGURE.name in draw_plots(read_records(records), summary, Path(scratch)):
-                shutil.move(Path(scratch, FIGURE.name), folder / FIGURE)
+    if (folder / RESULTS).is_file():
+        draw_tasks(json.loads((folder / RESULTS).read_text(encoding="utf-8")), folder / FIGURE.parent)
     text = render(folder, repo_id=repo_id, **({"tag": tag} if tag else {}))
-    scratch_file = folder / f".{CARD}"
-    scratch_file.write_text(text, encoding="utf-8")
-    scratch_file.replace(folder / CARD)
+    scratch = folder / f".{CARD}"
+    scratch.write_text(text, encoding="utf-8")
+    scratch.replace(folder / CARD)
     return folder / CARD
 
 

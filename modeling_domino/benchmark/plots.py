@@ -34,6 +34,15 @@ def draw_plots(records: Sequence[Record], summary: dict[str, Any], folder: Path)
     return _save(figures, folder)
 
 
+def draw_tasks(summary: dict[str, Any], folder: Path) -> list[str]:
+    """Draws speed-up by task from a summary alone; the file's name, none without matplotlib."""
+    if not _has_matplotlib():
+        return []
+    results = summary["results"]
+    run = [method for method in METHODS[1:] if any(cell != NOT_RUN for cell in results.get(method, {}).values())]
+    return _save({"tasks.svg": _tasks(run, results)}, folder)
+
+
 def draw_throughput(summary: dict[str, Any], folder: Path) -> list[str]:
     """Tokens a second of each server by concurrency, at the lowest temperature; the file's name, none without matplotlib."""
     if not _has_matplotlib():
