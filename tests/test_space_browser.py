@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import socket
+import statistics
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ import pytest
 from conftest import require_peer
 
 from modeling_domino.default_pair import default_target_folder, trained_drafter_folder
+from modeling_domino.provenance import provenance
 from modeling_domino.space import stage_space
 from modeling_domino.stage import stage
 
@@ -51,13 +53,19 @@ CHIPS = "#timeline .dm-row:not(.dm-prompt) .dm-on .dm-tok"
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory):
-    """A Space with the default pair, started as anyone starts one."""
+def space(tmp_path_factory):
+    """A staged Space with the default pair."""
     folder = tmp_path_factory.mktemp("space")
     drafter = trained_drafter_folder()
     assert drafter is not None, "the Space shows the trained drafter of this checkout"
     drafter, _ = stage(str(drafter), output=folder / drafter.name)
-    space = stage_space(folder / "space", drafter=str(drafter), target=str(default_target_folder()))
+    return stage_space(folder / "space", drafter=str(drafter), target=str(default_target_folder()))
+
+
+@pytest.fixture(scope="module")
+def url(space):
+    """The address of that Space, started as anyone starts one."""
+    folder = space.parent
     with closing(socket.socket()) as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -280,3 +288,54 @@ def test_bad_input_is_a_message_in_the_page_and_the_page_goes_on(browser, url):
         ask(page, "Say hello: 🁫 مرحبا", 8)
         assert len(generated(page)["output_ids"]) <= 8
         assert fits(page)
+
+
+def test_how_long_the_page_takes_is_recorded(browser, url, space, tmp_path):
+    """With DOMINO_RECORD=FILE the numbers are kept (`make space-record`); whatever they are, the texts are the same."""
+    out = os.environ.get("DOMINO_RECORD")
+    repeats, length = (5, 64) if out else (1, 8)
+    prompt = "How many positive whole-number divisors does 196 have?"
+    with visit(browser, url) as page:
+        first_seconds, with_page, texts = [], [], []
+        for repeat in range(repeats + 1):
+            page.reload()
+            page.wait_for_selector("#prompt textarea")
+            pressed = time.perf_counter()
+            ask(page, prompt, length)
+            page.wait_for_selector("#timeline .dm-prompt")
+            first = time.perf_counter() - pressed
+            trace = generated(page)
+            texts.append(trace["output_ids"])
+            # The first one warms up.
+            if repeat > 0:
+                first_seconds.append(first)
+                with_page.append(trace["seconds"])
+    script = f"""
+import json, engine
+pair = engine.engine_of_this_space()
+runs = [list(pair.rounds({prompt!r}, {length}))[-1] for _ in range({repeats + 1})][1:]
+print(json.dumps([[run["seconds"] for run in runs], [run["output_ids"] for run in runs], pair.facts()]))
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=space, capture_output=True, text=True, check=True)
+    without_page, alone, facts = json.loads(done.stdout.splitlines()[-1])
+    assert all(text == texts[0] for text in [*texts, *alone])
+    record = {
+        "provenance": {**provenance(command=["make", "space-record"]), "engine": facts},
+        "prompt": prompt,
+        "new_tokens": len(texts[0]),
+        "first_token_on_screen_seconds": spread(first_seconds),
+        "engine_seconds_with_page": spread(with_page),
+        "engine_seconds_without_page": spread(without_page),
+    }
+    written = Path(out) if out else tmp_path / "measured.json"
+    written.write_text(json.dumps(record, indent=2) + "\n")
+    assert str(tmp_path) not in written.read_text()
+
+
+def spread(seconds: list[float]) -> dict[str, float | int]:
+    return {
+        "median": round(statistics.median(seconds), 3),
+        "lowest": round(min(seconds), 3),
+        "highest": round(max(seconds), 3),
+        "runs": len(seconds),
+    }

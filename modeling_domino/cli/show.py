@@ -42,15 +42,12 @@ def space(
         if target is not None and drafter is None:
             raise ValueError(f"The target {target} needs a drafter that was trained for it: name one with --drafter.")
         require_sources(target, drafter)
-        environment = {"DOMINO_TARGET": target or str(default_target_folder())}
+        target = target or str(default_target_folder())
         if drafter is None or Path(drafter).is_dir():
             drafter = drafter or _default_drafter()
             drafter, _ = stage(drafter, output=CHECKOUT / "dist" / "space-pair" / Path(drafter).resolve().name)
-        folder = stage_space(
-            CHECKOUT / "dist" / "space", drafter=str(drafter), revision=revision, target=environment["DOMINO_TARGET"]
-        )
-    if port is not None:
-        environment["GRADIO_SERVER_PORT"] = str(port)
+        folder = stage_space(CHECKOUT / "dist" / "space", drafter=str(drafter), revision=revision, target=target)
+    environment = {} if port is None else {"GRADIO_SERVER_PORT": str(port)}
     try:
         done = subprocess.run([sys.executable, "app.py"], cwd=folder, env={**os.environ, **environment})
     except KeyboardInterrupt:
