@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import drafter_config, fill, script_drafts, tiny_drafter, tiny_target
+from huggingface_hub.utils import logging as hub_logging
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 from typer.testing import CliRunner
@@ -351,4 +352,39 @@ def test_info_of_no_drafter_is_one_sentence(folders, tmp_path):
 def test_help_names_every_command():
     result = run("--help")
     assert result.exit_code == 0
-    assert all(name in result.stdout for name in ("demo", "generate", "check", "info"))
+    assert all(name in result.stdout for name in ("demo", "generate", "check", "info", "card", "push", "serve"))
+
+
+# ---- wrong usage, told before anything is loaded
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--methods", "plain,medusa"], "There is no method medusa; known: plain, "),
+        (["--methods", "dflash"], "The method dflash needs a model: name one with --dflash."),
+    ],
+)
+def test_bench_refuses_methods_before_it_loads_a_model(words, message, tmp_path, monkeypatch):
+    monkeypatch.setattr("modeling_domino.cli.benchmarks.load_pair", lambda *args, **kwargs: pytest.fail("loaded"))
+    assert message in error_of(run("bench", "--out", str(tmp_path / "out"), *words))
+
+
+@pytest.mark.parametrize("command", ["train", "ablate", "regenerate"])
+def test_wrong_usage_of_the_training_commands_is_one_sentence(command):
+    missing = error_of(run(command))
+    assert "required: --" in missing and f"`domino {command} --help` lists every argument." in missing
+    assert "expected one argument" in error_of(run(command, "--seed"))
+
+
+def test_the_hub_clients_retries_are_not_told(monkeypatch):
+    monkeypatch.delenv("HF_HUB_VERBOSITY", raising=False)
+    hub_logging.set_verbosity_warning()
+    error_of(run("info", "/no/such/folder"))
+    assert hub_logging.get_verbosity() == hub_logging.ERROR
+    # Unless somebody wants them.
+    monkeypatch.setenv("HF_HUB_VERBOSITY", "info")
+    hub_logging.set_verbosity_info()
+    error_of(run("info", "/no/such/folder"))
+    assert hub_logging.get_verbosity() == hub_logging.INFO
+    hub_logging.set_verbosity_warning()
