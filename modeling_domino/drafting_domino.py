@@ -25,7 +25,8 @@ from transformers import (
 )
 
 from .head_domino import DominoHead
-from .ops_domino import shortlist
+from .kernels_domino import head_weights, roll_out, tree_functions
+from .ops_domino import gather_rows, gru_gates, hidden_features, pick, shortlist, tree_expand, tree_step
 from .tree_domino import DraftTree, TreeShape
 from .vocabulary_domino import DraftVocabulary
 
@@ -182,7 +183,26 @@ def draft_chain(
         options,
     )
     sized = costs is not None and not do_sample
-    chain = _roll_out(block, view, prefix_ids, processors, do_sample, generator, details, options, details or sized)
+    drafts = None
+    if not (processors or do_sample or details):
+        drafts = roll_out(
+            drafter,
+            view,
+            block.head,
+            base_logits=block.logits,
+            hidden=block.hidden,
+            anchors=prefix_ids[:, -1],
+            candidates=options.candidates,
+            vocabulary=block.ids,
+            want_probabilities=sized,
+            calibrated=options.temperatures is not None,
+        )
+    if drafts is not None:
+        chain = DraftChain(ids=drafts[0], probabilities=drafts[1])
+    else:
+        chain = _roll_out(
+            block, view, prefix_ids, processors, do_sample, generator, details, options, details or sized
+        )
     if sized:
         chain = chain.first(costs.best_length(chain.probabilities))
     clock.mark("domino_head")
@@ -230,7 +250,8 @@ def draft_tree(
         options,
     )
     scales = options.scales(block.logits.shape[1], temperature)
-    tree = _best_nodes(_grow(block, view, shape, scales, details), shape.nodes)
+    functions = tree_functions(drafter, block.head, block.logits)
+    tree = _best_nodes(_grow(block, view, shape, scales, details, functions), shape.nodes)
     if costs is not None:
         tree = tree.first(costs.best_nodes(tree.scores))
     clock.mark("domino_head")
@@ -304,7 +325,8 @@ def _roll_out(
     scales = options.scales(num_drafts)
     places, logits = None, base_logits
     if 0 < options.candidates < size:
-        places = shortlist(base_logits, options.candidates)  # [B, n, M]
+        # By id, so that equal logits go to the smaller one.
+        places = shortlist(base_logits, options.candidates).sort(dim=-1).values  # [B, n, M]
         logits = base_logits.gather(2, places)
     # The mass of what the shortlist leaves out, for probabilities that are those of the whole vocabulary.
     tail = None
@@ -331,7 +353,7 @@ def _roll_out(
             token = draw(row, generator=generator)
             processed.append(row)
         else:
-            token = row.argmax(dim=-1, keepdim=True)
+            token = pick(row)[:, None]
         if want_probabilities:
             log_z = row.float().logsumexp(dim=-1, keepdim=True)
             if tail is not None and not processors:
@@ -388,11 +410,14 @@ def draw(logits: torch.Tensor, *, generator: torch.Generator | None = None) -> t
         ) from error
 
 
-def _grow(block: Block, view, shape: TreeShape, scales: list[float], details: bool) -> list[dict[str, torch.Tensor]]:
+def _grow(
+    block: Block, view, shape: TreeShape, scales: list[float], details: bool, functions=(tree_step, tree_expand)
+) -> list[dict[str, torch.Tensor]]:
     """Frontier search: every lane of a depth at once, and a ledger of all that was seen, for [`_best_nodes`].
 
     A child never scores above its parent, so the best N entries of the ledger are closed under "parent" and, sorted
-    stably, in topological order. With as many lanes as nodes this is best-first search.
+    stably, in topological order. With as many lanes as nodes this is best-first search. `functions` move the lanes and
+    give their children.
     """
     head, hidden = block.head, block.hidden
     base = block.logits[0].float()
@@ -404,23 +429,30 @@ def _grow(block: Block, view, shape: TreeShape, scales: list[float], details: bo
     ids = block.tokens(places)
     children = min(shape.children, ids.shape[1])
 
-    state = head.initial_state(1) if head is not None else None
+    step, expand = functions
+    if head is not None:
+        weights = head_weights(head)
+        state = head.initial_state(1)
+        recurrent = state.new_zeros(1, 3 * state.shape[1]) if weights.bias_hh is None else weights.bias_hh[None]
+        from_hidden = hidden_features(hidden[0], weights.weight_in, weights.bias_in)  # [n, R]
     embeds, lane_scores, lane_rows = block.anchor_embeds, base.new_zeros(1), ids.new_zeros(1)
+    lanes = ids.new_zeros(1)
     ledger, rows_before = [], 1
     for depth, scale in enumerate(scales):
-        corrected = logits[depth].expand(lane_scores.shape[0], -1)
+        features, rows, biases = None, base.new_zeros(ids.shape[1], 1), None
         if head is not None:
-            state = head.advance(state, embeds)
-            if depth >= head.prefix_len:
-                slot = hidden[0, depth].expand(state.shape[0], -1)
-                corrected = head.correct(corrected, slot, state, places[depth])
-        corrected = corrected / scale
-        log_z = torch.logaddexp(corrected.logsumexp(dim=-1), tail[depth])
-        # A drafter that computes NaN ranks last: its tree must still be a tree.
-        steps = (corrected - log_z[:, None]).nan_to_num(nan=-torch.inf).clamp(max=0.0)
-        best, order = (value[:, :children] for value in steps.sort(dim=-1, descending=True, stable=True))
+            gates = gru_gates(embeds, weights.weight_ih, weights.bias_ih)
+            state, recurrent, features = step(gates, lanes, state, recurrent, from_hidden[depth], weights)
+            if depth < head.prefix_len:
+                features = None
+            else:
+                rows = gather_rows(weights.weight_out, places[depth])
+                biases = None if weights.bias_out is None else weights.bias_out[places[depth]]
+        order, scores, best = expand(
+            logits[depth], features, rows, tail[depth, None], lane_scores, tail.new_full((1,), scale), children, biases
+        )
+        scores = scores.flatten()
         tokens = ids[depth][order]
-        scores = (lane_scores[:, None] + best).flatten()
         entry = {"tokens": tokens, "parents": lane_rows[:, None].expand_as(tokens), "scores": scores}
         entry["depths"] = torch.full_like(tokens, depth + 1)
         if details:
@@ -432,7 +464,7 @@ def _grow(block: Block, view, shape: TreeShape, scales: list[float], details: bo
         lane_scores, lane_rows = scores[kept], rows_before + kept
         rows_before += scores.shape[0]
         if head is not None and depth + 1 < base.shape[0]:
-            state = state[kept // children]
+            lanes = kept // children
             embeds = view.embed(tokens.flatten()[kept][None], like=hidden)[0]
     return ledger
 

@@ -39,6 +39,7 @@ from .costs_domino import costs_of  # noqa: F401
 from .drafting_domino import draft_chain  # noqa: F401
 from .generation_domino import spec_generate
 from .head_domino import DominoHead
+from .kernels_domino import KernelReport, kernel_report, set_kernels
 from .loop_domino import DecodeLoop  # noqa: F401
 from .ops_domino import gru_step  # noqa: F401
 from .packed_domino import packed_pair  # noqa: F401
@@ -50,6 +51,7 @@ from .target_domino import (
     TargetView,  # noqa: F401
     check_pair,
 )
+from .texts_domino import Texts  # noqa: F401
 from .tree_domino import DraftTree  # noqa: F401
 from .verification_domino import accept_match  # noqa: F401
 from .vocabulary_domino import DRAFT_VOCAB_FILE, ranking_text, read_ranking
@@ -430,6 +432,11 @@ class DominoDraftModel(DominoPreTrainedModel):
         return torch.zeros(seen.shape, dtype=noise_embeds.dtype, device=mask.device).masked_fill(~seen, hidden)
 
     spec_generate = spec_generate
+    set_kernels = set_kernels
+
+    def kernel_report(self) -> KernelReport:
+        """Whether Triton kernels draft, where they came from, and why not; see `kernels_domino.py`."""
+        return kernel_report(self)
 
     def attach(self, target) -> Attachment:
         """Lets `target.generate(...)` draft with this drafter without naming it; undone by `detach()`."""

@@ -288,6 +288,7 @@ def chain_rollout(
     candidates: Optional[torch.Tensor] = None,
     seed: Optional[torch.Tensor] = None,
     temperature: Optional[torch.Tensor] = None,
+    vocabulary: Optional[torch.Tensor] = None,
 ) -> "tuple[torch.Tensor, torch.Tensor]":
     """A chain of drafts, each corrected with the ones before it.
 
@@ -299,6 +300,8 @@ def chain_rollout(
         prefix_len: drafts that keep their base logits (P).
         candidates (*optional*): ids that each draft may be, `[B, n, M]`, -1 for none; all by default.
         seed, temperature (*optional*): `[1]` each; the drafts are sampled, else they are the likeliest ones.
+        vocabulary (*optional*): the tokens that the logits stand for, `[V]`, where they are not 0, 1, 2...; drafts,
+            candidates and W_out count in places of it.
 
     Returns:
         The drafts `[B, n]`, and the features `[B, n, R]` from which any row of corrected logits can be had again.
@@ -327,6 +330,7 @@ def chain_rollout(
         else:
             tokens = sample_candidates(logits, candidates[:, i], seed, temperature, i)
         drafts.append(tokens)
+        tokens = tokens if vocabulary is None else vocabulary[tokens]
     return torch.stack(drafts, dim=1), torch.stack(features, dim=1)
 
 

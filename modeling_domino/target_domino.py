@@ -51,6 +51,14 @@ class TargetView:
             rows = rows / self._embed_scale
         return rows.to(device=like.device, dtype=like.dtype)
 
+    def embedding_rows(self) -> torch.Tensor | None:
+        """The raw rows `[V, D]` as they lie in memory; `None` where they are quantised, scaled, offloaded or wrapped."""
+        module = self._embedding
+        plain = type(module) is nn.Embedding and self._embed_scale is None and not module._forward_hooks
+        if not plain or hasattr(module, "_hf_hook") or not module.weight.is_contiguous() or module.weight.is_meta:
+            return None
+        return module.weight
+
     def base_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The bare output head over the drafter's hidden states `[B, n, D]`: `[B, n, V]` on the drafter's device.
 

@@ -57,10 +57,21 @@ def matvec(
     output: torch.Tensor,
     rounded: bool,
     keys: Optional[torch.Tensor] = None,
+    vocabulary: Optional[torch.Tensor] = None,
 ) -> None:
     rows, columns = weight.shape
     input_kernel[(tiles(rows, MATVEC["ROWS"]), output.shape[0])](
-        keys, inputs, weight, bias, output, K=columns, N=rows, GATHER=keys is not None, ROUND=rounded, **MATVEC
+        keys,
+        vocabulary,
+        inputs,
+        weight,
+        bias,
+        output,
+        K=columns,
+        N=rows,
+        GATHER=keys is not None,
+        ROUND=rounded,
+        **MATVEC,
     )
 
 
@@ -80,6 +91,7 @@ def advance(
     rounded: bool,
     want_mid: bool = True,
     want_recurrent: bool = True,
+    vocabulary: Optional[torch.Tensor] = None,
 ) -> None:
     """Launches `state_kernel`; `from_hidden` and `mid` are `[B, R]`, of which the first dimension may have any stride."""
     width, rank = weight_hh.shape[1], weight_in.shape[0]
@@ -88,6 +100,7 @@ def advance(
     last = mid_tiles + (tiles(3 * width, MATVEC["ROWS"]) if want_recurrent else 0)
     state_kernel[(last - first, new_state.shape[0])](
         keys,
+        vocabulary,
         parents,
         gates,
         recurrent,
@@ -504,6 +517,7 @@ def _chain_rollout(
     candidates: Optional[torch.Tensor],
     seed: Optional[torch.Tensor],
     temperature: Optional[torch.Tensor],
+    vocabulary: Optional[torch.Tensor],
     is_gates: bool,
     rounded: bool,
 ) -> Tuple[torch.Tensor, torch.Tensor]:
@@ -522,6 +536,7 @@ def _chain_rollout(
             candidates,
             seed,
             temperature,
+            vocabulary,
         )
     batch, steps, _ = base_logits.shape
     dim, width, rank = hidden.shape[-1], head.weight_hh.shape[1], head.weight_in.shape[0]
@@ -558,8 +573,10 @@ def _chain_rollout(
     # The anchors as keys of their own: only the id matters.
     tokens = 0xFFFFFFFF - anchors
     for i in range(steps):
+        # The anchors are tokens, the drafts places in the vocabulary.
+        known = None if i == 0 else vocabulary
         if gates is not None:
-            matvec(table, head.weight_ih, head.bias_ih, gates, rounded, keys=tokens)
+            matvec(table, head.weight_ih, head.bias_ih, gates, rounded, tokens, known)
         now, new = i % 2, 1 - i % 2
         advance(
             tokens if is_gates else None,
@@ -576,6 +593,7 @@ def _chain_rollout(
             recurrents[new],
             rounded,
             want_recurrent=i + 1 < steps,
+            vocabulary=known if is_gates else None,
         )
         correct = i >= prefix_len
         if rows is None:
@@ -602,7 +620,19 @@ def _chain_rollout(
 
 @_chain_rollout.register_fake
 def _(
-    base_logits, hidden, anchors, table, weights, biases, prefix_len, candidates, seed, temperature, is_gates, rounded
+    base_logits,
+    hidden,
+    anchors,
+    table,
+    weights,
+    biases,
+    prefix_len,
+    candidates,
+    seed,
+    temperature,
+    vocabulary,
+    is_gates,
+    rounded,
 ):
     batch, steps, _ = base_logits.shape
     return anchors.new_empty(batch, steps), hidden.new_empty(batch, steps, weights[2].shape[0])
@@ -620,6 +650,7 @@ def chain_rollout(
     candidates: Optional[torch.Tensor] = None,
     seed: Optional[torch.Tensor] = None,
     temperature: Optional[torch.Tensor] = None,
+    vocabulary: Optional[torch.Tensor] = None,
     rounded: bool = False,
 ) -> Tuple[torch.Tensor, torch.Tensor]:
     """A chain of drafts, each corrected with the ones before it. Safe to capture in a CUDA graph.
@@ -634,6 +665,8 @@ def chain_rollout(
         gates_table: or `W_ih e + b` of every token, `[V, 3G]`; two launches a step, and no read of W_ih.
         candidates (*optional*): ids that each draft may be, int64 `[B, n, M]`, -1 for none; all by default.
         seed, temperature (*optional*): int64 and fp32 `[1]` on the device; the drafts are sampled.
+        vocabulary (*optional*): the tokens that the logits stand for, int64 `[V]`, where they are not 0, 1, 2...; drafts,
+            candidates and W_out count in places of it.
         rounded: round as eager bf16 does, to compare with it.
 
     Returns:
@@ -662,6 +695,7 @@ def chain_rollout(
         candidates,
         seed,
         temperature,
+        vocabulary,
         gates_table is not None,
         rounded,
     )

@@ -13,7 +13,7 @@ A step waits twice for the whole device: for the state and for the token. Everyt
 logits `[B, V]` are never in memory. `mid` is kept, so that any row of logits can be had again.
 
 Layouts: weights as torch stores them, W_s the last G columns of W_in `[R, D + G]`; state, W_hh s and mid in fp32;
-tokens travel as keys (see `triton_order.py`).
+tokens travel as keys (see `triton_order.py`), of places in a draft vocabulary where there is one.
 """
 
 import triton
@@ -70,6 +70,7 @@ def init_kernel(
 @triton.jit
 def input_kernel(
     keys_ptr,
+    vocabulary_ptr,
     inputs_ptr,
     weight_ptr,
     bias_ptr,
@@ -86,6 +87,8 @@ def input_kernel(
     row = sequence
     if GATHER:
         row = key_ids(tl.load(keys_ptr + sequence))
+        if vocabulary_ptr is not None:
+            row = tl.load(vocabulary_ptr + row)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     total = tl.zeros([ROWS], tl.float32)
     for start in range(0, K, COLS):
@@ -136,6 +139,7 @@ def update_kernel(
 @triton.jit
 def state_kernel(
     keys_ptr,
+    vocabulary_ptr,
     parents_ptr,
     gates_ptr,
     recurrent_ptr,
@@ -171,6 +175,8 @@ def state_kernel(
     gates_row = sequence
     if TABLE:
         gates_row = key_ids(tl.load(keys_ptr + sequence))
+        if vocabulary_ptr is not None:
+            gates_row = tl.load(vocabulary_ptr + gates_row)
     gates_ptr += gates_row * 3 * G
     recurrent_ptr += parent * 3 * G
     state_ptr += parent * G
