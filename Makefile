@@ -14,7 +14,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
 
-.PHONY: demo space test browser screenshots space-record ci lint format wheel clean $(PEERS:%=test-%)
+.PHONY: demo space test browser kernels screenshots space-record ci lint format wheel clean $(PEERS:%=test-%)
 
 demo: .venv/stamp-demo
 	$(BIN)/domino demo $(if $(PROMPT),"$(PROMPT)")
@@ -27,7 +27,7 @@ space: .venv/stamp-demo
 test: .venv/stamp-dev
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS)
 
-ci: lint test wheel browser $(PEERS:%=test-%)
+ci: lint test wheel browser kernels $(PEERS:%=test-%)
 
 # The Space in headless Chromium (Debian: chromium fonts-dejavu fonts-noto-color-emoji), on the default pair.
 browser: .venv/stamp-browser
@@ -57,8 +57,13 @@ wheel: .venv/stamp-dev
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir build/wheel .
 	$(BIN)/python -m pytest -q tests/test_layout.py -k the_wheel
 
+# The kernel repository's build, and its kernels compiled for devices that need not be here.
+kernels: .venv/stamp-dev
+	$(BIN)/python kernels/build.py
+	$(TEST_ENV) $(BIN)/python -m pytest -m aot tests/test_kernels_aot.py
+
 clean:
-	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf .venv .venv-* build dist kernels/build *.egg-info .pytest_cache .ruff_cache
 
 # torch comes first: a range that torch already satisfies pulls in no other build of it.
 .venv/stamp-demo: pyproject.toml Makefile
