@@ -38,10 +38,7 @@ def stage_space(
     Raises:
         ValueError: outside a checkout, for a drafter of the Hub without a revision, or if `destination` is something else.
     """
-    if not APP.is_dir():
-        raise ValueError(
-            "The Space lies in space_app/ of a checkout and this package is installed; clone the repository."
-        )
+    require_checkout()
     if revision is None and not Path(drafter).is_dir():
         raise ValueError(f"A Space pins its drafter, which brings code: {drafter} needs a revision, got none.")
     if destination.exists() and not (destination / "engine.py").is_file():
@@ -58,3 +55,11 @@ def stage_space(
         shutil.copytree(RENDERER, work / "render", ignore=shutil.ignore_patterns("terminal.py", "__pycache__"))
         (work / "pair.json").write_text(json.dumps(pair, indent=2) + "\n")
     return destination
+
+
+def require_checkout() -> None:
+    """Raises a `ValueError` where the package is installed without the repository around it."""
+    if not APP.is_dir():
+        raise ValueError(
+            "The Space lies in space_app/ of a checkout and this package is installed; clone the repository."
+        )

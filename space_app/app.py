@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+
+try:
+    # Before torch: on ZeroGPU the package stands in for CUDA outside the functions that get a GPU.
+    import spaces
+except ImportError:
+    spaces = None
+
 import logging
 import tempfile
 import time
@@ -17,15 +24,6 @@ from render.race import draw_race
 from render.timeline import ARCHITECTURE, CSS, DID_NOT_RUN, SCRIPT, drafter_ran, draw_timeline
 
 
-try:
-    # On ZeroGPU a function gets a GPU for its duration; elsewhere the package is absent or does nothing.
-    from spaces import GPU
-except ImportError:
-
-    def GPU(function):
-        return function
-
-
 logger = logging.getLogger(__name__)
 
 # Seconds between two drawings: a tab that gets more of them than it can draw freezes.
@@ -38,6 +36,8 @@ EXAMPLES = [
 ]
 PAGE_CSS = """
 .gradio-container { max-width: 1120px !important; margin: 0 auto !important; }
+.gradio-container > .main { max-width: 100vw; min-width: 0; }
+.gradio-container footer { flex-wrap: wrap; }
 .domino .dm-note { color: var(--dm-soft); }
 .dm-head-line h1 { font-size: 1.7em; font-weight: 750; margin: 0; }
 .dm-head-line p { color: var(--dm-soft); }
@@ -58,6 +58,11 @@ watch("value", () => {
 """
 
 ENGINE = engine_of_this_space()
+
+
+def on_gpu(function):
+    """On ZeroGPU a function gets a GPU for its duration; elsewhere it stays as it is."""
+    return spaces.GPU(function) if spaces else function
 
 
 class View(gr.HTML):
@@ -81,12 +86,12 @@ class View(gr.HTML):
         return ["<p>Round 1</p>"]
 
 
-@GPU
+@on_gpu
 def run_rounds(prompt: str, max_new_tokens: int, tree: bool, visit: str) -> Iterator[dict]:
     yield from ENGINE.rounds(prompt, max_new_tokens, tree, visit)
 
 
-@GPU
+@on_gpu
 def run_race(prompt: str, max_new_tokens: int, visit: str) -> Iterator[dict]:
     yield from ENGINE.race(prompt, max_new_tokens, visit)
 

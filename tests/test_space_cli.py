@@ -11,6 +11,7 @@ import pytest
 from conftest import tiny_drafter, tiny_target, tiny_tokenizer
 from typer.testing import CliRunner
 
+from modeling_domino import space
 from modeling_domino.cli import app, show
 
 
@@ -83,6 +84,14 @@ def test_without_gradio_the_space_says_what_to_install(monkeypatch):
     monkeypatch.setattr(show.importlib.util, "find_spec", lambda name: None)
     done = run("space")
     assert done.exit_code == 2 and 'pip install "gradio' in done.stderr
+
+
+def test_outside_a_checkout_the_space_says_so_and_writes_nothing(monkeypatch, tmp_path, pair):
+    monkeypatch.setattr(show, "CHECKOUT", tmp_path)
+    monkeypatch.setattr(space, "APP", tmp_path / "space_app")
+    done = run("space", *pair)
+    assert done.exit_code == 2 and "clone the repository" in done.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_space_runs_from_a_staged_folder_with_the_pair_beside_it(monkeypatch, pair, tmp_path):

@@ -20,7 +20,7 @@ from modeling_domino.default_pair import default_target_folder, trained_drafter_
 from modeling_domino.generation_domino import stream
 from modeling_domino.provenance import CHECKOUT
 from modeling_domino.render.page import draw_page
-from modeling_domino.space import stage_space
+from modeling_domino.space import require_checkout, stage_space
 from modeling_domino.stage import stage
 
 
@@ -37,6 +37,7 @@ def space(
 ) -> None:
     """Run the Space on this machine: every round of a generation, as it happens, in a browser."""
     with one_sentence_errors(target, drafter):
+        require_checkout()
         if importlib.util.find_spec("gradio") is None:
             raise ValueError('The Space needs gradio, which is not installed; run `pip install "gradio==6.31"`.')
         if target is not None and drafter is None:

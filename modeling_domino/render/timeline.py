@@ -152,7 +152,7 @@ def _prompt_row(token_id: int, decode: Callable[[list[int]], str]) -> str:
     text = shown_token(decode([token_id]))
     label = f"The first token, “{text}”: the target's own, from reading the prompt. Nothing was drafted."
     return (
-        '<div class="dm-row dm-prompt" role="row"><span class="dm-num" role="rowheader">prompt</span>'
+        '<div class="dm-row dm-prompt" role="row"><span class="dm-num" role="rowheader"><span class="dm-word">prompt</span></span>'
         f'<span class="dm-toks"><span class="dm-tok dm-own" role="gridcell" tabindex="0" aria-label="{label}">'
         f'<i dir="auto">{text}</i></span></span><span class="dm-given"></span></div>'
     )
