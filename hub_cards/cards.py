@@ -16,8 +16,10 @@ from huggingface_hub import DatasetCard, DatasetCardData, ModelCard, ModelCardDa
 
 from hub_cards.answers import SOURCES, answer_facts
 from modeling_domino import DominoConfig
-from modeling_domino.benchmark.report import PUBLISHED, model_index, results_block, speed_block, table
+from modeling_domino.benchmark.blocks import results_block, speed_block
+from modeling_domino.benchmark.report import model_index
 from modeling_domino.benchmark.summary import NOT_RUN
+from modeling_domino.benchmark.tables import PUBLISHED, table
 from modeling_domino.facts import drafter_facts
 from modeling_domino.provenance import sha256_of
 from modeling_domino.stage import RECIPE, read_recipe

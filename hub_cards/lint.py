@@ -20,7 +20,7 @@ import yaml
 
 from hub_cards.answers import answer_facts
 from modeling_domino import DominoConfig
-from modeling_domino.benchmark.report import PUBLISHED
+from modeling_domino.benchmark.tables import PUBLISHED
 from modeling_domino.facts import drafter_facts
 from modeling_domino.stage import read_recipe
 

@@ -11,15 +11,13 @@ from pathlib import Path
 import pytest
 from conftest import require_peer
 
+from modeling_domino.benchmark.blocks import render_blocks
 from modeling_domino.benchmark.records import read_records, write_json
 from modeling_domino.benchmark.report import (
-    PUBLISHED,
     compare,
     main,
     model_index,
-    published_tables,
     render,
-    render_blocks,
     write_report,
 )
 from modeling_domino.benchmark.summary import (
@@ -35,6 +33,7 @@ from modeling_domino.benchmark.summary import (
     summarise,
     tau_of,
 )
+from modeling_domino.benchmark.tables import PUBLISHED, published_tables
 
 
 ROOT = Path(__file__).parent.parent
@@ -315,6 +314,9 @@ def test_the_result_blocks_of_a_page_come_from_the_files_they_name(tmp_path):
         "/results -->\nafter\n"
     )
     assert "| task | chain |" in text and "| gsm8k | 3.00 / 5 [3.00, 3.00] |" in text
+    assert "Temperature 0, 6 answers:" in text and "Temperature 1, 1 answers:" in text
+    assert "Temperature 0, plain is plain-loop, the faster form:" in text
+    assert "| gsm8k | 5.0 | 2.00 [2.00, 2.00] |" in text and "| gsm8k | 10.0 | 1.00 |" in text
     assert "156 tokens compared with plain generation, 0 differ." in text and "old numbers" not in text
     page.write_text(text)
     assert render_blocks(page) == text

@@ -40,7 +40,13 @@ PROVENANCE = {
     "versions": {"torch": "2.13.0", "transformers": "5.24.0"},
     "hardware": {"cpu": "a processor", "threads": 1, "device": "cpu"},
 }
-MODELS = {"drafter": "tiny", "target": TARGET, "dtype": "float32", "block_size": 4, "settings": {"max_new_tokens": 16}}
+MODELS = {
+    "drafter": "tiny",
+    "target": TARGET,
+    "dtype": "float32",
+    "block_size": 4,
+    "settings": {"max_new_tokens": 16, "batch_size": 1},
+}
 
 
 def cell(**values) -> dict:

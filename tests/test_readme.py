@@ -10,7 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from modeling_domino.benchmark.report import render_blocks
+from modeling_domino.benchmark.blocks import render_blocks
 from modeling_domino.cli import app
 
 

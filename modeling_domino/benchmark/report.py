@@ -7,9 +7,8 @@ the same bytes each time. Plots need matplotlib and are left out, with a word, w
 from __future__ import annotations
 
 import json
-import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +22,16 @@ from .summary import (
     PLAIN,
     STAGES,
     Record,
+    by_temperature,
     conditional_acceptance,
     cost_model,
     decode_seconds,
     histogram,
     summarise,
 )
+from .tables import number, published_tables, speedup_text, table, tau_text
 
 
-PUBLISHED = Path(__file__).parent / "published.json"
 LEGEND = """\
 - **tau** counts the tokens of a verification, the target's own included; its cap (drafts + 1) stands behind the slash. The
   forward that reads the prompt is not counted.
@@ -90,14 +90,9 @@ def compare(folders: Sequence[Path]) -> str:
                     cost = cost_model([record for record in chosen if record["method"] == method], plain)
                     head = "not measured" if cost is None else f"{100 * cost['head_of_round']:.1f} %"
                     setting = [str(each.get(name)) for name in changed]
-                    rows.append([folder.name, *setting, temperature, method, _tau(cell), _speedup(cell), head])
+                    rows.append([folder.name, *setting, temperature, method, tau_text(cell), speedup_text(cell), head])
     header = ["folder", *(name.removeprefix("settings.") for name in changed), "T", "method", "tau", "speed-up"]
     return f"## Comparison, average over tasks\n\n{table([*header, 'head of round'], rows)}\n"
-
-
-def by_temperature(summary: dict[str, Any]) -> dict[str, Any]:
-    """The results by temperature, the summary's first one first."""
-    return {f"{summary['temperature']:g}": summary["results"], **summary["results_at"]}
 
 
 def model_index(summary: dict[str, Any]) -> dict[str, Any]:
@@ -135,12 +130,6 @@ def model_index(summary: dict[str, Any]) -> dict[str, Any]:
     return {"model-index": [{"name": provenance["models"]["drafter"], "results": results}]}
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table; the first column is text, the others are numbers."""
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 def _write_server_report(folder: Path) -> dict[str, Any]:
     """The report of servers, which has no model-index: what a server computes is its own affair."""
     summary = summarise_servers(read_levels(folder), read_provenance(folder))
@@ -168,12 +157,12 @@ def render_servers(summary: dict[str, Any], plots: Sequence[str] = ()) -> str:
             [
                 name,
                 concurrency,
-                _number(cell["tokens_per_second"], 1),
-                NOT_RUN if cell["speedup"] is None else _number(cell["speedup"]),
-                "not offered" if cell["tau"] is None else _number(cell["tau"]),
-                _number(1000 * cell["first_token_seconds"], 0),
-                _number(cell["latency_p50"]),
-                _number(cell["latency_p90"]),
+                number(cell["tokens_per_second"], 1),
+                NOT_RUN if cell["speedup"] is None else number(cell["speedup"]),
+                "not offered" if cell["tau"] is None else number(cell["tau"]),
+                number(1000 * cell["first_token_seconds"], 0),
+                number(cell["latency_p50"]),
+                number(cell["latency_p90"]),
                 str(cell["requests"]),
             ]
             for name, arm in arms.items()
@@ -229,11 +218,16 @@ def _temperature(name: str, records: Sequence[Record], results: dict[str, Any], 
         "### tau\n\n"
         + table(
             ["method", *tasks],
-            [[method, *(_tau(results[method][task]) for task in tasks)] for method in shown if method not in PLAIN],
+            [
+                [method, *(tau_text(results[method][task]) for task in tasks)]
+                for method in shown
+                if method not in PLAIN
+            ],
         ),
         "### Speed-up\n\n"
         + table(
-            ["method", *tasks], [[method, *(_speedup(results[method][task]) for task in tasks)] for method in shown]
+            ["method", *tasks],
+            [[method, *(speedup_text(results[method][task]) for task in tasks)] for method in shown],
         ),
         "### Time, average over tasks\n\n"
         + table(
@@ -265,26 +259,15 @@ def _temperature(name: str, records: Sequence[Record], results: dict[str, Any], 
     ]
 
 
-def _tau(cell: Any) -> str:
-    if cell == NOT_RUN:
-        return NOT_RUN
-    cap = "" if cell["tau_cap"] is None else f" / {cell['tau_cap']}"
-    return f"{_number(cell['tau'])}{cap}{_interval(cell['tau_ci'])}"
-
-
-def _speedup(cell: Any) -> str:
-    return NOT_RUN if cell == NOT_RUN else f"{_number(cell['speedup'])}{_interval(cell['speedup_ci'])}"
-
-
 def _times(method: str, cell: dict[str, Any]) -> list[str]:
     compared = "not compared" if cell["identical"] is None else f"{cell['identical']} / {cell['compared']}"
     return [
         method,
-        _number(cell["tokens_per_second"], 1),
-        *(_number(cell[name]) for name in ("round_cost", "speedup_total", "mean", "median", "sd")),
-        _number(1000 * cell["first_token_seconds"], 0),
-        *(_number(cell[name]) for name in ("latency_p50", "latency_p90")),
-        _number(cell["peak_memory_mb"], 0),
+        number(cell["tokens_per_second"], 1),
+        *(number(cell[name]) for name in ("round_cost", "speedup_total", "mean", "median", "sd")),
+        number(1000 * cell["first_token_seconds"], 0),
+        *(number(cell[name]) for name in ("latency_p50", "latency_p90")),
+        number(cell["peak_memory_mb"], 0),
         compared,
         str(cell["prompts"]),
     ]
@@ -328,8 +311,8 @@ def _cost(by_method: dict[str, Sequence[Record]], plain: Sequence[Record], prove
             [
                 [
                     method,
-                    *(_number(cost["stages"][stage]) for stage in STAGES),
-                    *(_number(cost[name]) for name in ("round", "target", "tau", "predicted", "measured")),
+                    *(number(cost["stages"][stage]) for stage in STAGES),
+                    *(number(cost[name]) for name in ("round", "target", "tau", "predicted", "measured")),
                     f"{100 * cost['head_of_round']:.1f} %",
                     f"{100 * cost['rest']:.1f} %{' (!)' if cost['flagged'] else ''}",
                 ]
@@ -365,95 +348,13 @@ def _tokens(records: Sequence[Record], summary: dict[str, Any]) -> str:
     for record in records:
         if record["identical"] is False:
             difference = record["first_difference"]
-            gap = "text ends" if difference["logit_gap"] is None else _number(difference["logit_gap"], 4)
+            gap = "text ends" if difference["logit_gap"] is None else number(difference["logit_gap"], 4)
             rows.append(
                 [record["id"], str(record["turn"]), record["method"], str(difference["position"]), gap],
             )
     if rows:
         text += "\n\n" + table(["prompt", "turn", "method", "first difference at token", "logit gap"], rows)
     return text
-
-
-def results_block(summary: dict[str, Any]) -> str:
-    """The acceptance lengths of a summary as a README or card shows them; timings stay in the report."""
-    provenance, tokens = summary["provenance"], summary["tokens"]
-    models, hardware = provenance["models"], provenance["hardware"]
-    results = {name: cells for name, cells in summary["results"].items() if not name.startswith("plain")}
-    run = {name: cells for name, cells in results.items() if any(cell != NOT_RUN for cell in cells.values())}
-    tasks = list(next(iter(run.values())))
-    rows = [[task, *(_tau(cells[task]) for cells in run.values())] for task in tasks]
-    samples = max(cell["samples"] for cells in run.values() for cell in cells.values() if cell != NOT_RUN)
-    return (
-        f"tau of {models['drafter']}, temperature {summary['temperature']:g}, {models['dtype']} on {hardware['cpu'] or hardware['gpu']}, "
-        f"up to {models['settings']['max_new_tokens']} new tokens, {samples} prompts in all, 95 % intervals:\n\n"
-        f"{table(['task', *run], rows)}\n\n"
-        f"{tokens['compared']:,} tokens compared with plain generation, {tokens['differing']:,} differ."
-    )
-
-
-def speed_block(summary: dict[str, Any]) -> str:
-    """The speeds of a summary as a card shows them, with the machine that they belong to."""
-    hardware, baseline = summary["provenance"]["hardware"], summary["plain_is"][f"{summary['temperature']:g}"]
-    threads = "1 thread" if hardware["threads"] == 1 else f"{hardware['threads']} threads"
-    results = {name: cells for name, cells in summary["results"].items() if not name.startswith("plain")}
-    run = {name: cells for name, cells in results.items() if any(cell != NOT_RUN for cell in cells.values())}
-    rows = [
-        [task, f"{_number(plain['tokens_per_second'], 1)}", *(_speedup(cells[task]) for cells in run.values())]
-        for task, plain in summary["results"]["plain"].items()
-        if plain != NOT_RUN
-    ]
-    return (
-        f"Speed-up over plain generation ({baseline}, the faster form), batch size 1, {threads} on "
-        f"{hardware.get('gpu') or hardware['cpu']}, 95 % intervals:\n\n"
-        f"{table(['task', 'plain tokens/s', *run], rows)}"
-    )
-
-
-def render_blocks(page: Path) -> str:
-    """The text of a Markdown page with its result blocks made anew from the summaries that they name.
-
-    A block stands between `<!-- results: FILE -->` and `<!-- /results -->`; FILE is relative to the page.
-    """
-
-    def block(match: re.Match) -> str:
-        summary = json.loads((page.parent / match["file"]).read_text(encoding="utf-8"))
-        return f"{match['start']}\n\n{results_block(summary)}\n\n{match['end']}"
-
-    pattern = r"(?P<start><!-- results: (?P<file>\S+) -->)\n.*?(?P<end><!-- /results -->)"
-    return re.sub(pattern, block, page.read_text(encoding="utf-8"), flags=re.DOTALL)
-
-
-def published_tables() -> str:
-    """Published numbers, one table a set-up with its source and baseline."""
-    published = json.loads(PUBLISHED.read_text(encoding="utf-8"))
-    sections = [f"## Published numbers\n\n{published['note']}"]
-    columns = ("model", "task", "tau", "speedup", "tokens_per_second")
-    for entry in published["setups"]:
-        text = f"### {entry['source']}\n\n{entry['setup']}. Baseline: {entry['baseline']}."
-        used = [column for column in columns if any(column in row for row in entry["rows"])]
-        if entry["rows"]:
-            shown = [
-                {**row, **{name: _number(row[name]) for name in used if _is_number(row.get(name))}}
-                for row in entry["rows"]
-            ]
-            text += "\n\n" + table(
-                ["method", *(column.replace("_", " ") for column in used)],
-                [[row["method"], *(row.get(column, "not stated") for column in used)] for row in shown],
-            )
-        sections.append(text)
-    return "\n\n".join(sections)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float)
-
-
-def _number(value: float | None, digits: int = 2) -> str:
-    return "-" if value is None else f"{value:,.{digits}f}"
-
-
-def _interval(interval: Sequence[float] | None) -> str:
-    return "" if interval is None else f" [{interval[0]:.2f}, {interval[1]:.2f}]"
 
 
 def main(words: Sequence[str]) -> int:

@@ -67,6 +67,11 @@ def summarise(records: Sequence[Record], provenance: dict[str, Any], *, resample
     }
 
 
+def by_temperature(summary: dict[str, Any]) -> dict[str, Any]:
+    """The results by temperature, the summary's first one first."""
+    return {f"{summary['temperature']:g}": summary["results"], **summary["results_at"]}
+
+
 def baseline_of(records: Sequence[Record]) -> str:
     """The faster form of plain generation: fewer seconds a token over the prompts that both have answered."""
     by_form = {form: {_prompt(r): r for r in records if r["method"] == form} for form in PLAIN}

@@ -10,12 +10,13 @@ import typer
 from transformers import AutoModelForCausalLM
 
 from modeling_domino import DominoDraftModel
+from modeling_domino.benchmark.blocks import render_blocks
 from modeling_domino.benchmark.machine import comparable, machine_facts
 from modeling_domino.benchmark.methods import Models, Settings
 from modeling_domino.benchmark.plan import benchmark_plan, deviations
 from modeling_domino.benchmark.prompts import Prompt, context_prompts, load_prompts
 from modeling_domino.benchmark.report import compare as compare_folders
-from modeling_domino.benchmark.report import render_blocks, write_report
+from modeling_domino.benchmark.report import write_report
 from modeling_domino.benchmark.run import models_facts, require_methods, run_benchmark, shard_of_process, wait_for_all
 from modeling_domino.benchmark.server import CONCURRENCIES, ServerSettings, parse_arms, run_servers
 from modeling_domino.benchmark.summary import METHODS
