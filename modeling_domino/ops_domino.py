@@ -176,10 +176,6 @@ def bucket_maxima(logits: torch.Tensor) -> torch.Tensor:
 
 def pick(logits: torch.Tensor) -> torch.Tensor:
     """Id of the best logit, `[..., V]` to `[...]`."""
-    if logits.device.type == "cpu":
-        ids = logits.argmax(dim=-1)
-        if not logits.gather(-1, ids[..., None]).isnan().any():
-            return ids
     return nan_last(logits).argmax(dim=-1)
 
 
