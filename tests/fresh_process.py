@@ -56,7 +56,7 @@ def run_fresh(script: str, home: Path, **environment: str) -> dict:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     # Some errors of transformers carry a list of every config class there is.
     assert done.returncode == 0, "\n".join(line[:300] for line in done.stderr.splitlines()[-40:])
