@@ -165,6 +165,8 @@ class Hub:
             return self._lfs_object(method, words[1], body)
         if path.endswith(".git/info/lfs/objects/batch"):
             return self._lfs_batch(json.loads(body), token)
+        if words[0] != "api" or len(words) < 2:
+            raise Refusal(404, f"No such route: {path}")
         data = json.loads(body) if body.startswith(b"{") and words[-2:-1] != ["commit"] else {}
         if words[1:] == ["whoami-v2"]:
             self._require_user(token)
