@@ -354,7 +354,12 @@ class Graphs:
         if key not in self._entries:
             if len(self._entries) == MAX_GRAPHS:
                 self._entries.pop(next(iter(self._entries)))
-            self._entries[key] = self._capture(function, [tensor.clone() for tensor in inputs], constants)
+            # Tensors of inference mode could not be written to outside of it.
+            with torch.inference_mode(False):
+                buffers = [torch.empty_like(tensor) for tensor in inputs]
+            for buffer, tensor in zip(buffers, inputs):
+                buffer.copy_(tensor)
+            self._entries[key] = self._capture(function, buffers)
         buffers, function, graph, outputs = self._entries[key]
         for buffer, tensor in zip(buffers, inputs):
             buffer.copy_(tensor)
@@ -365,18 +370,19 @@ class Graphs:
         return tuple(output.clone() for output in outputs)
 
     @staticmethod
-    def _capture(function: Callable, buffers: list[torch.Tensor], constants: list[torch.Tensor]) -> tuple:
+    def _capture(function: Callable, buffers: list[torch.Tensor]) -> tuple:
         """Buffers, the function with all it refers to, its graph and the graph's outputs (`None` off CUDA)."""
         if buffers[0].device.type != "cuda":
             return buffers, function, None, None
         # Kernels are compiled, and libraries set up, before anything is recorded.
-        stream = torch.cuda.Stream(device=buffers[0].device)
-        stream.wait_stream(torch.cuda.current_stream(buffers[0].device))
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                function(*buffers)
-        torch.cuda.current_stream(buffers[0].device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            outputs = function(*buffers)
+        with torch.cuda.device(buffers[0].device):
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(2):
+                    function(*buffers)
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                outputs = function(*buffers)
         return buffers, function, graph, outputs

@@ -246,6 +246,14 @@ def test_graphs_keep_inputs_apart_and_forget_old_weights():
     assert len(graphs) == 0, "a CPU captures nothing"
 
 
+def test_graphs_of_inference_mode_serve_outside_of_it():
+    graphs, weight = Graphs(), torch.ones(2)
+    with torch.inference_mode():
+        graphs(lambda inputs: (inputs + weight,), [torch.ones(2)], [weight])
+    (output,) = graphs(lambda inputs: (inputs + weight,), [torch.full((2,), 4.0)], [weight])
+    assert output.tolist() == [5.0, 5.0]
+
+
 @pytest.mark.gpu
 def test_a_captured_rollout_is_the_uncaptured_one(local_kernels, kernel_device):
     if kernel_device != "cuda":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hub_server import running_hub
 
 
 library = pytest.importorskip("kernels", reason="the kernels library is not installed (`make test` installs it)")
@@ -149,3 +151,44 @@ def test_local_kernels_stand_in_for_the_hub(kernel_repo):
         TRITON_INTERPRET="0",
     )
     assert Path(output) == kernel_repo / "build" / "torch-cpu" / "__init__.py"
+
+
+def test_published_kernels_come_back_from_the_hub(tmp_path):
+    """Pushed as anybody would, and loaded in a fresh process by a drafter that was told to."""
+    with running_hub() as hub:
+        environment = {**os.environ, **hub.environment(), "HF_HOME": str(tmp_path / "home"), "TRITON_INTERPRET": "0"}
+        environment.pop("HF_HUB_OFFLINE", None)
+        words = [
+            "push",
+            "kernels",
+            "--repo-id",
+            "acme/domino-kernels",
+            "--tag",
+            "v1",
+            "--output",
+            str(tmp_path / "staged"),
+        ]
+        pushed = subprocess.run(
+            [sys.executable, "-m", "modeling_domino.cli", *words, "--execute"],
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        assert pushed.returncode == 0, pushed.stderr
+        files = hub.files("acme/domino-kernels", "v1", repo_type="kernel")
+        assert {"README.md", "LICENSE", "build.toml", "build/torch-cuda/metadata.json"} <= files.keys()
+        loaded = subprocess.run(
+            [
+                sys.executable,
+                "-c",
+                "from modeling_domino import kernels_domino\n"
+                "module, source, reason = kernels_domino._find('acme/domino-kernels')\n"
+                "print(source, reason, module.__file__)",
+            ],
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        assert loaded.returncode == 0, loaded.stderr
+        assert loaded.stdout.startswith("acme/domino-kernels, version 1 None ")
+        assert str(tmp_path / "home") in loaded.stdout

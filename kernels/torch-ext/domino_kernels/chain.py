@@ -20,6 +20,7 @@ from .launch import (
     head_tile,
     interpreted,
     missing,
+    on_its_device,
     pad,
     triton,
 )
@@ -229,6 +230,7 @@ def no_keys(like: torch.Tensor, *shape: int) -> torch.Tensor:
 
 
 @torch.library.custom_op(add_op_namespace_prefix("gru_step"), mutates_args=())
+@on_its_device
 def _gru_step(
     inputs: torch.Tensor,
     state: torch.Tensor,
@@ -273,6 +275,7 @@ def gru_step(
 
 
 @torch.library.custom_op(add_op_namespace_prefix("correct_and_choose"), mutates_args=())
+@on_its_device
 def _correct_and_choose(
     base_logits: torch.Tensor,
     features: torch.Tensor,
@@ -330,6 +333,7 @@ def correct_sample(
 
 
 @torch.library.custom_op(add_op_namespace_prefix("shortlist"), mutates_args=())
+@on_its_device
 def _shortlist(logits: torch.Tensor, tile: int, count: int) -> torch.Tensor:
     check(logits=logits)
     if missing(logits.device):
@@ -362,6 +366,7 @@ def shortlist(logits: torch.Tensor, *, tile: int = 1024, count: int = 4) -> torc
 
 
 @torch.library.custom_op(add_op_namespace_prefix("gather_rows"), mutates_args=())
+@on_its_device
 def _gather_rows(weight_out: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     check(weight_out=weight_out)
     if missing(weight_out.device):
@@ -385,6 +390,7 @@ def gather_rows(weight_out: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 
 @torch.library.custom_op(add_op_namespace_prefix("choose_candidate"), mutates_args=())
+@on_its_device
 def _choose_candidate(
     base_logits: torch.Tensor,
     features: torch.Tensor,
@@ -438,6 +444,7 @@ def choose_candidate(
 
 
 @torch.library.custom_op(add_op_namespace_prefix("finalize"), mutates_args=())
+@on_its_device
 def _finalize(
     base_logits: torch.Tensor,
     features: torch.Tensor,
@@ -506,6 +513,7 @@ def finalize(
 
 
 @torch.library.custom_op(add_op_namespace_prefix("chain_rollout"), mutates_args=())
+@on_its_device
 def _chain_rollout(
     base_logits: torch.Tensor,
     hidden: torch.Tensor,

@@ -4,7 +4,9 @@ No autotuning: it would measure inside a graph capture. The sizes are those that
 holds them to ceilings).
 """
 
-from typing import Dict, Optional
+import contextlib
+import functools
+from typing import Callable, Dict, Optional
 
 import torch
 
@@ -51,6 +53,21 @@ def missing(device: torch.device) -> Optional[str]:
     if device.type not in DEVICES:
         return f"Triton has no compiler for {device.type} tensors"
     return None
+
+
+def on_its_device(operation: Callable) -> Callable:
+    """Makes the device of an operation's first tensor the current one: Triton launches there, wherever tensors are."""
+
+    @functools.wraps(operation)
+    def run(*args, **kwargs):
+        device = args[0].device
+        guard = contextlib.nullcontext()
+        if device.type in DEVICES:
+            guard = getattr(torch, device.type).device(device)
+        with guard:
+            return operation(*args, **kwargs)
+
+    return run
 
 
 def check(**tensors: Optional[torch.Tensor]) -> None:

@@ -7,7 +7,7 @@ import torch
 from . import ops
 from ._ops import add_op_namespace_prefix
 from .chain import advance
-from .launch import EXPAND, check, missing, pad, triton
+from .launch import EXPAND, check, missing, on_its_device, pad, triton
 
 
 if triton is not None:
@@ -15,6 +15,7 @@ if triton is not None:
 
 
 @torch.library.custom_op(add_op_namespace_prefix("tree_step"), mutates_args=())
+@on_its_device
 def _tree_step(
     gates: torch.Tensor,
     parents: torch.Tensor,
@@ -80,6 +81,7 @@ def tree_step(
 
 
 @torch.library.custom_op(add_op_namespace_prefix("tree_expand"), mutates_args=())
+@on_its_device
 def _tree_expand(
     base_logits: torch.Tensor,
     features: Optional[torch.Tensor],
