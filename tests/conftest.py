@@ -220,7 +220,8 @@ def domino_kernels(kernel_repo):
     require_peer("triton")
     if os.environ["TRITON_INTERPRET"] == "1":
         _interpret_faster()
-    file = kernel_repo / "build" / "torch-cpu" / "__init__.py"
+    # Not the variant that the library picks here: its operations are registered once.
+    file = kernel_repo / "build" / "torch-cuda" / "__init__.py"
     spec = importlib.util.spec_from_file_location("domino_kernels_under_test", file)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
