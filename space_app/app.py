@@ -164,10 +164,10 @@ def stop(request: gr.Request) -> list[str]:
     return note("Stopping at the end of this round.")
 
 
-def start(request: gr.Request) -> list[str]:
-    """Takes back an earlier stop, before a visit waits for its turn."""
+def start(request: gr.Request) -> tuple[list[str], list[str]]:
+    """Takes back an earlier stop before a visit waits for its turn, and clears an earlier race."""
     ENGINE.allow(request.session_hash or "")
-    return note("Waiting for the models …" if ENGINE.drafter else "Loading the models, once …")
+    return note("Waiting for the models …" if ENGINE.drafter else "Loading the models, once …"), []
 
 
 def footer() -> str:
@@ -251,10 +251,10 @@ with gr.Blocks(
         "show_progress_on": status_view,
     }
     alone = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
-    generate_button.click(start, None, status_view, **alone).then(
+    generate_button.click(start, None, [status_view, race_view], **alone).then(
         generate, [prompt_box, length_slider, drafts_radio], outputs, api_name="generate", **turn
     ).then(footer, None, footer_view, **alone)
-    race_button.click(start, None, status_view, **alone).then(
+    race_button.click(start, None, [status_view, race_view], **alone).then(
         race, [prompt_box, length_slider], [*outputs, race_view], api_name="race", **turn
     ).then(footer, None, footer_view, **alone)
     stop_button.click(stop, None, status_view, **alone)

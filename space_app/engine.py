@@ -315,7 +315,7 @@ def _hardware(device: torch.device) -> str:
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
-                return f"CPU {line.split(':', 1)[1].strip()}, {torch.get_num_threads()} threads"
+                return f"CPU {line.split(':', 1)[1].strip()}, threads {torch.get_num_threads()}"
     except OSError:
         pass
-    return f"CPU {platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+    return f"CPU {platform.processor() or platform.machine()}, threads {torch.get_num_threads()}"

@@ -46,7 +46,7 @@ if not Path(CHROMIUM).exists() and os.environ.get("CI") != "true":
     pytest.skip("Chromium is not installed", allow_module_level=True)
 
 # Patience for a machine that is busy with something else; nothing here measures time.
-PATIENCE = 240_000
+PATIENCE = 600_000
 HTML_PROMPT = "Complete the HTML: <p>This is <b>bold</b> and"
 CAPITAL_PROMPT = "What is the capital of France?"
 CHIPS = "#timeline .dm-row:not(.dm-prompt) .dm-on .dm-tok"
@@ -83,6 +83,8 @@ def url(space):
                 break
             except OSError:
                 time.sleep(1)
+        else:
+            pytest.fail("the Space did not answer")
         yield address
     finally:
         server.terminate()

@@ -120,12 +120,16 @@ def _summary(trace: Mapping[str, Any], finished: bool) -> str:
     rescued = sum(mark.kind == "head" for record in rounds for mark in classify_round(record))
     words = [
         f'<b class="dm-tau">τ = {tokens / len(rounds):.2f}</b> tokens per target forward',
-        f"{len(rounds)} target forwards for {tokens} tokens",
+        f"{_count(len(rounds), 'target forward')} for {_count(tokens, 'token')}",
     ]
     if any(record.get("base_ids") for record in rounds):
-        words.append(f"the Domino head rescued <b>{rescued}</b> token{'' if rescued == 1 else 's'}")
+        words.append(f"the Domino head rescued <b>{_count(rescued, 'token')}</b>")
     alert = "" if drafter_ran(trace) else f'<p class="dm-alert" role="alert">{DID_NOT_RUN}</p>'
     return f'<p class="dm-summary">{" · ".join(words)}</p>{alert}'
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _legend() -> str:
