@@ -308,7 +308,9 @@ def chain_rollout(
     from_hidden = hidden_features(hidden, weights.weight_in, weights.bias_in)
     listed, rows, biases = None, None, None
     if candidates is not None:
-        listed = base_logits.gather(-1, candidates.clamp(min=0))
+        # By id, and NaN where there is none: then the best place is that of the best candidate.
+        candidates = candidates.sort(dim=-1).values
+        listed = base_logits.gather(-1, candidates.clamp(min=0)).masked_fill(candidates < 0, torch.nan)
         rows = gather_rows(weights.weight_out, candidates)
         biases = None if weights.bias_out is None else weights.bias_out[candidates.clamp(min=0)]
     tokens, drafts, features = anchors, [], []
@@ -324,7 +326,7 @@ def chain_rollout(
         if listed is None:
             tokens = pick(logits) if seed is None else sample(logits, seed, temperature, i)
         elif seed is None:
-            tokens = pick_candidates(logits, candidates[:, i])
+            tokens = candidates[:, i].gather(-1, pick(logits)[:, None]).squeeze(-1)
         else:
             tokens = sample_candidates(logits, candidates[:, i], seed, temperature, i)
         drafts.append(tokens)

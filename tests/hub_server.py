@@ -198,9 +198,9 @@ class Hub:
                 "converts": [],
             }
         if verb == "tree":
-            within = "/".join(rest[2:])
-            files = repo.commits[repo.resolve(revision)]
-            return [file.describe(path) for path, file in sorted(files.items()) if path.startswith(unquote(within))]
+            return _listing(
+                repo.commits[repo.resolve(revision)], unquote("/".join(rest[2:])), query.get("recursive", "")
+            )
         if verb == "paths-info":
             files = repo.commits[repo.resolve(revision)]
             wanted = parse_qs(body.decode()).get("paths", [])
@@ -448,6 +448,21 @@ def running_hub() -> Iterator[Hub]:
     finally:
         server.shutdown()
         server.server_close()
+
+
+def _listing(files: dict[str, File], within: str, recursive: str) -> list[dict[str, Any]]:
+    """Files and folders below the folder `within`; unless `recursive` its direct children alone."""
+    start = f"{within}/" if within else ""
+    paths = sorted(path for path in files if path.startswith(start))
+    above = {"/".join(path.split("/")[:i]) for path in paths for i in range(1, path.count("/") + 1)}
+    folders = [
+        {"type": "directory", "path": path, "size": 0, "oid": hashlib.sha1(path.encode()).hexdigest()}
+        for path in sorted(above)
+        if path.startswith(start)
+    ]
+    entries = [*folders, *(files[path].describe(path) for path in paths)]
+    deep = recursive.lower() in ("true", "1")
+    return [entry for entry in entries if deep or "/" not in entry["path"][len(start) :]]
 
 
 def _refs(refs: dict[str, str], prefix: str) -> list[dict[str, str]]:
