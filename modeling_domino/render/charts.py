@@ -76,11 +76,11 @@ def _by_position(rounds: Sequence[Mapping[str, Any]], without_head: bool) -> str
         )
         groups.append(f'<li><span class="dm-bars">{bars}</span><span class="dm-tick">{position + 1}</span></li>')
     key = (
-        '<span class="dm-key"></span>head on <span class="dm-key dm-bar-off"></span>head off, same rounds'
+        ': <span class="dm-key"></span>head on <span class="dm-key dm-bar-off"></span>head off'
         if off
-        else "percent of the rounds"
+        else " that drafted so far"
     )
     return (
-        f'<figure class="dm-chart"><figcaption>Drafts kept, by position <small>in percent: {key}</small></figcaption>'
+        f'<figure class="dm-chart"><figcaption>Drafts kept, by position <small>percent of the rounds{key}</small></figcaption>'
         f'<ol class="dm-plot">{"".join(groups)}</ol></figure>'
     )
