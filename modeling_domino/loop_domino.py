@@ -105,7 +105,8 @@ class DecodeLoop:
         if self.tree is not None:
             known = None if self.mask is None else self.mask[:, : self.offset + self.texts.lengths[0]]
             like = self.view.target.get_input_embeddings().weight
-            self.tree_mask = TreeMask(self.tree.nodes + 1, size + self.tree.nodes, like=like, padding=known)
+            most = self.offset + self.texts.most_columns + self.tree.nodes
+            self.tree_mask = TreeMask(self.tree.nodes + 1, most, like=like, padding=known)
 
     def _new_run(self, prompt: int, generation_config) -> Run:
         drafter = self.drafter
@@ -181,6 +182,8 @@ class DecodeLoop:
     def _round(self) -> dict[int, Step]:
         """One round, drafted unless that does not pay."""
         num_drafts = min(self.width, self.texts.room)
+        if self.mask is not None and self.columns + 2 * self.drafter.config.block_size > self.mask.shape[1]:
+            self.mask = F.pad(self.mask, (0, self.mask.shape[1]), value=1)
         if self.past is not None and num_drafts > 0:
             num_drafts = min(num_drafts, self.past.width(len(self.texts.rows)))
         if self.auto_off is None or num_drafts == 0:

@@ -6,6 +6,7 @@ Logits processors and stopping criteria see texts, so they are asked here. Model
 from __future__ import annotations
 
 import torch
+from torch.nn import functional as F
 from transformers import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
 from .drafting_domino import SCORE_ONLY_PROCESSORS
@@ -13,8 +14,12 @@ from .record_domino import Step
 from .verification_domino import sample_rows
 
 
+# Columns that a text has room for at first, behind its prompt.
+FIRST_COLUMNS = 2048
+
+
 class Texts:
-    """One row of `ids` a sequence, in a buffer of the final size: nothing is concatenated as a text grows.
+    """One row of `ids` a sequence, in a buffer that doubles when it is full: a limit of any size costs nothing ahead.
 
     Args:
         input_ids: the prompts, `[B, S]`.
@@ -42,9 +47,16 @@ class Texts:
         batch, prompt = input_ids.shape
         self.rows = list(range(batch))
         self.lengths = [prompt] * batch
+        self.spare = spare
         # Pads where nothing is written yet: what processors see of a sequence that ended early.
-        self.ids = input_ids.new_full((batch, max(self.max_length, prompt) + spare), self.pad_id)
+        columns = min(self.most_columns, prompt + FIRST_COLUMNS + spare)
+        self.ids = input_ids.new_full((batch, columns), self.pad_id)
         self.ids[:, :prompt] = input_ids
+
+    @property
+    def most_columns(self) -> int:
+        """Columns of a text of the greatest length, and of drafts behind it."""
+        return max(self.max_length, max(self.lengths)) + self.spare
 
     @property
     def device(self) -> torch.device:
@@ -168,6 +180,10 @@ class Texts:
             else:
                 self.ids[row, end:] = self.pad_id
         self.rows = [self.rows[i] for i in still_open]
+        needed = max(self.lengths) + self.spare
+        if needed > self.ids.shape[1]:
+            more = min(self.most_columns, 2 * needed) - self.ids.shape[1]
+            self.ids = F.pad(self.ids, (0, more), value=self.pad_id)
         return still_open
 
     def sequences(self) -> torch.Tensor:

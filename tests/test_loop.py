@@ -9,7 +9,7 @@ import torch
 from conftest import fill, prompt, tiny_drafter, tiny_target
 from transformers import DynamicCache, LogitsProcessorList, RepetitionPenaltyLogitsProcessor, StoppingCriteria
 
-from modeling_domino import loop_domino
+from modeling_domino import loop_domino, texts_domino, tree_domino
 from modeling_domino.cache_domino import cache_keyword
 from modeling_domino.drafting_domino import draft_chain
 
@@ -62,7 +62,10 @@ def script_rows(monkeypatch, references: list[list[int]], wrong_every: list[int]
     def scripted(num_drafts, **kwargs):
         chain = draft_chain(num_drafts=num_drafts, **kwargs)
         loop = loops[-1]
-        drafts = [(spoilt[row][loop.texts.lengths[row] - PROMPT :] + [0] * num_drafts)[:num_drafts] for row in loop.texts.rows]
+        drafts = [
+            (spoilt[row][loop.texts.lengths[row] - PROMPT :] + [0] * num_drafts)[:num_drafts]
+            for row in loop.texts.rows
+        ]
         return dataclasses.replace(chain, ids=torch.tensor(drafts, dtype=torch.long))
 
     monkeypatch.setattr(loop_domino.DecodeLoop, "__init__", remember)
@@ -112,6 +115,25 @@ def test_the_mask_has_room_for_the_slowest_sequence(target, monkeypatch):
     expected = alone(target, ids, mask, max_new_tokens=150)
     script_rows(monkeypatch, expected, [0, 1])
     assert together(target, drafter, ids, mask, max_new_tokens=150) == expected
+
+
+def test_a_limit_of_any_size_costs_nothing_ahead(target, monkeypatch):
+    """Texts and masks grow as they are written, in batches and for trees, behind padding too."""
+    monkeypatch.setattr(texts_domino, "FIRST_COLUMNS", 4)
+    monkeypatch.setattr(tree_domino, "FIRST_ROWS", 4)
+    monkeypatch.setattr(loop_domino, "HIDDEN_SLACK", 0)
+    drafter = tiny_drafter(target, block_size=4)
+    ids, mask = ragged(3)
+    stops = [alone(target, ids, mask, max_new_tokens=50)[row][30 + row] for row in range(3)]
+    expected = alone(target, ids, mask, max_new_tokens=50, eos_token_id=stops)
+    options = {"max_new_tokens": 10**9, "eos_token_id": stops}
+    assert together(target, drafter, ids, mask, **options) == expected
+    for tree in (None, 7):
+        for row in range(3):
+            assert (
+                together(target, drafter, ids[row][None], mask[row][None], tree=tree, **options)
+                == expected[row : row + 1]
+            )
 
 
 @pytest.mark.parametrize("width", [1, 3, 5])
