@@ -31,7 +31,9 @@ PACE = 0.12
 EXAMPLES = [
     ["How many positive whole-number divisors does 196 have?"],
     ["Write a haiku about dominoes."],
-    ["Natalia sold clips to 48 of her friends in April, and half as many in May. How many did she sell altogether?"],
+    [
+        "A baker makes 24 rolls and sells half of them in the morning and a third of the rest at noon. How many are left?"
+    ],
     ["Complete the HTML: <p>This is <b>bold</b> and"],
 ]
 PAGE_CSS = """

@@ -144,12 +144,13 @@ def fits(page) -> bool:
     return page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
 
 
-def take_picture(page, name: str, height: int) -> None:
+def take_picture(page, name: str, height: int, *, top: str = "body") -> None:
+    """A picture that begins with the element `top`, for the README."""
     if folder := os.environ.get("DOMINO_SCREENSHOTS"):
         page.mouse.move(0, 0)
         page.evaluate("document.activeElement && document.activeElement.blur()")
-        page.evaluate("window.scrollTo(0, 0)")
         page.set_viewport_size({"width": page.viewport_size["width"], "height": height})
+        page.evaluate(f"document.querySelector({top!r}).scrollIntoView()")
         page.wait_for_timeout(300)
         page.screenshot(path=Path(folder) / name)
 
@@ -171,7 +172,8 @@ def test_what_is_shown_is_the_trace(browser, url, width, scheme):
         assert page.locator("#text textarea").input_value().startswith("196 ")
         assert fits(page)
         if (width, scheme) in ((1280, "light"), (390, "dark")):
-            take_picture(page, f"rounds-{width}-{scheme}.png", 1000)
+            top = "body" if width == 1280 else "#timeline"
+            take_picture(page, f"rounds-{width}-{scheme}.png", 1000, top=top)
 
 
 def test_trees_are_drawn_as_trees(browser, url):
