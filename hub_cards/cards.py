@@ -196,9 +196,8 @@ def _data(folder: Path, about: dict[str, Any]) -> str:
 
 
 def _cost(record: dict[str, Any]) -> str:
-    hardware, log = record["provenance"]["hardware"], record.get("log_history") or [{}]
-    steps = record.get("steps") or max(entry.get("step", 0) for entry in log)
-    final = record.get("final") or next((entry for entry in reversed(log) if "eval_acceptance" in entry), {})
+    hardware, end = record["provenance"]["hardware"], training_end(record)
+    steps, final = end["steps"], end["final"]
     text = f"{steps:,} steps in {record['seconds']:,.0f} seconds on {hardware.get('gpu') or hardware['cpu']}"
     text += f", {record['processes']} processes" if record.get("processes", 1) > 1 else ""
     text += f", {record['sequences_visited']:,} sequences visited" if "sequences_visited" in record else ""
@@ -207,6 +206,14 @@ def _cost(record: dict[str, Any]) -> str:
         text += f" Held-out acceptance length at its end: {final['eval_acceptance']:.2f}"
         text += f", {final['eval_acceptance_base']:.2f} without the correction."
     return f"{text} The whole record, with every command, is `training.json`."
+
+
+def training_end(record: dict[str, Any]) -> dict[str, Any]:
+    """Steps of a training, and the last evaluation in its log."""
+    log = record.get("log_history") or [{}]
+    last = next((entry for entry in reversed(log) if "eval_acceptance" in entry), {})
+    steps = record.get("steps") or max(entry.get("step", 0) for entry in log)
+    return {"steps": steps, "final": record.get("final") or last}
 
 
 def _ablation(record: dict[str, Any]) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 import yaml
 
 from hub_cards.answers import answer_facts
+from hub_cards.cards import training_end
 from modeling_domino import DominoConfig
 from modeling_domino.benchmark.tables import PUBLISHED
 from modeling_domino.facts import drafter_facts
@@ -297,6 +298,8 @@ def known_numbers(folder: Path) -> tuple[set[float], str]:
         values.append(drafter_facts(DominoConfig.from_pretrained(folder)))
     if (folder / "regenerate.json").is_file():
         values.append(answer_facts(folder))
+    if (folder / "training.json").is_file():
+        values.append(training_end(json.loads((folder / "training.json").read_text(encoding="utf-8"))))
     # What the templates state is not about one drafter.
     templates = (Path(__file__).parent / "templates").glob("*.md")
     numbers, texts = set(), [" ".join(numbers_in(path.read_text(encoding="utf-8"))) for path in templates]

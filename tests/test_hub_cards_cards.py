@@ -81,6 +81,23 @@ def test_a_card_follows_its_result_file(tmp_path):
     assert "| gsm8k |" in after and "3.21 / 6" in after and "value: 3.21" in after
 
 
+def test_the_record_that_training_writes_is_enough(tmp_path):
+    folder = copy_of(DEFAULT, tmp_path)
+    record = json.loads((folder / "training.json").read_text())
+    log = [
+        {"step": 700, "loss": 2.5},
+        {"step": 765, "eval_acceptance": 2.618, "eval_acceptance_base": 2.117},
+        {"step": 777},
+    ]
+    record = {"provenance": record["provenance"], "processes": 1, "seconds": 4321.6, "seed": 7, "log_history": log}
+    (folder / "training.json").write_text(json.dumps(record))
+    (folder / "README.md").write_text(cards.render(folder))
+    text = (folder / "README.md").read_text()
+    assert f"777 steps in 4,322 seconds on {record['provenance']['hardware']['cpu']}; seed 7." in text
+    assert "Held-out acceptance length at its end: 2.62, 2.12 without the correction." in text
+    assert lint.card_problems(folder, "model") == []
+
+
 def test_the_command_writes_card_and_figure(tmp_path):
     folder = copy_of(DEFAULT, tmp_path)
     (folder / "README.md").unlink()
