@@ -274,6 +274,12 @@ def hub_errors(repo_id: str) -> Iterator[None]:
         }
         reason = reasons.get(status, f"the Hub answered with {status} for {repo_id}; run the command again later")
         raise ValueError(f"Nothing more was sent: {reason}.") from None
+    except RuntimeError as error:
+        # How huggingface_hub tells that a large file did not arrive.
+        cause = type(error.__cause__ or error).__name__
+        raise ValueError(
+            f"Nothing was committed: {repo_id} did not take a large file ({cause}); run the command again."
+        ) from None
     except http_error as error:
         raise ValueError(
             f"{repo_id} cannot be reached ({type(error).__name__}); check the network, then run the command again."

@@ -289,6 +289,8 @@ for name, code in zip(("drafter", "dataset"), {snippets!r}):
 
 def test_what_goes_wrong_on_the_hub_leaves_it_as_it_was(hub, push):
     hub.seed(REPO, {"README.md": b"old"})
+    hub.on("PUT /lfs/", 400)
+    assert "did not take a large file" in error_of(push("--execute"))
     hub.on("POST .*/commit/", 503)
     assert "the Hub answered with 503" in error_of(push("--execute"))
     assert hub.writes == [] and hub.files(REPO) == {"README.md": b"old"}
