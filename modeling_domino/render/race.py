@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from html import escape
 from typing import Any
@@ -37,7 +38,7 @@ def draw_race(race: Mapping[str, Any], decode: Callable[[list[int]], str]) -> li
     controls = (
         '<div class="dm-controls"><button type="button" class="dm-go">▶ replay the race</button>'
         '<label class="dm-scrubber">clock <input type="range" class="dm-time" min="0" '
-        f'max="{round(1000 * end)}" value="{round(1000 * first["seconds"])}" aria-label="Milliseconds on the clock"></label>'
+        f'max="{math.ceil(1000 * end)}" value="{round(1000 * first["seconds"])}" aria-label="Milliseconds on the clock"></label>'
         f'<output class="dm-clock">{first["seconds"]:.2f} s of {end:.2f} s</output></div>'
         if waiting is None
         else ""
