@@ -201,7 +201,9 @@ def _cost(record: dict[str, Any]) -> str:
     text = f"{steps:,} steps in {record['seconds']:,.0f} seconds on {hardware.get('gpu') or hardware['cpu']}"
     text += f", {record['processes']} processes" if record.get("processes", 1) > 1 else ""
     text += f", {record['sequences_visited']:,} sequences visited" if "sequences_visited" in record else ""
-    text += f"; seed {record['seed']}."
+    # A training of several sessions may have had several.
+    seeds = record["seed"] if isinstance(record["seed"], list) else [record["seed"]]
+    text += f"; seed {', '.join(map(str, seeds))}."
     if "eval_acceptance" in final:
         text += f" Held-out acceptance length at its end: {final['eval_acceptance']:.2f}"
         text += f", {final['eval_acceptance_base']:.2f} without the correction."
