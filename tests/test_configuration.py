@@ -406,9 +406,8 @@ def test_every_way_of_saving_carries_both_forms(raw, tmp_path):
         assert again.to_dict() == config.to_dict() | {"dtype": again.to_dict().get("dtype")}, way
 
 
-@pytest.mark.parametrize("pushed", ["config", "model"])
-def test_what_is_pushed_carries_both_forms_too(pushed, monkeypatch):
-    """`push_to_hub` up to the commit, which is kept here."""
+def test_a_pushed_configuration_carries_both_forms_too(monkeypatch):
+    """`push_to_hub` up to the commit, which is kept here; that of a drafter refuses and names `domino push`."""
     config = DominoConfig.from_dict(copy.deepcopy(DIALECTS["official"]))
     commits = []
 
@@ -424,10 +423,12 @@ def test_what_is_pushed_carries_both_forms_too(pushed, monkeypatch):
     for name, stand_in in (("create_repo", create), ("create_commit", commit)):
         monkeypatch.setattr(hub, name, stand_in, raising=False)
         monkeypatch.setattr(HfApi, name, lambda self, *args, stand_in=stand_in, **kwargs: stand_in(*args, **kwargs))
-    (config if pushed == "config" else DominoDraftModel(config)).push_to_hub("org/drafter")
+    config.push_to_hub("org/drafter")
     (files,) = commits
     check_saved(json.loads(files["config.json"]), config)
-    assert ("model.safetensors" in files) == (pushed == "model")
+    with pytest.raises(ValueError, match="domino push"):
+        DominoDraftModel(config).push_to_hub("org/drafter")
+    assert len(commits) == 1
 
 
 @pytest.mark.parametrize("raw", [*DIALECTS.values(), DFLASH], ids=[*DIALECTS, "dflash"])

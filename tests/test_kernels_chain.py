@@ -395,6 +395,7 @@ def test_the_operations_have_the_shapes_they_promise_to_compilers(domino_kernels
                 None,
                 None,
                 None,
+                None,
                 False,
                 False,
             ),

@@ -341,7 +341,7 @@ def test_num_assistant_tokens(target, drafter, input_ids):
     finally:
         target.generation_config.num_assistant_tokens = None
     assert widest() == 5
-    with pytest.raises(ValueError, match="verify width must be an integer of at least 1, got 0"):
+    with pytest.raises(ValueError, match="verify width must be an integer of at least 1, .*got 0"):
         widest(num_assistant_tokens=0)
 
 
