@@ -19,7 +19,7 @@ from transformers import StoppingCriteriaList
 
 from .cache_domino import DominoCache, compact, drop_last, keep_context, keep_rows, start_recording
 from .drafting_domino import DraftChain, DraftOptions, draft_chain, draft_tree
-from .packed_domino import packed_pair
+from .packed_domino import PackedPair, packed_pair
 from .record_domino import Run, StageClock, Step, details_of, name_of, set_last_runs
 from .sizing_domino import AutoOff, Costs, PastWidth
 from .taps_domino import TargetTaps
@@ -130,21 +130,25 @@ class DecodeLoop:
         """
         started = time.perf_counter()
         try:
-            with self.taps, self._packed() as packed_bytes:
+            with self.taps:
+                packed = self._packed()
                 for run in self.runs:
-                    run.packed_bytes = packed_bytes
+                    run.packed_bytes = packed.num_bytes
                 start_recording(self.cache)
                 if streamer is not None:
                     streamer.put(self.texts.ids[:, : self.texts.lengths[0]].cpu())
-                steps = self._prefill()
+                with packed:
+                    steps = self._prefill()
                 while steps:
                     for row, step in steps.items():
                         self.runs[row].steps.append(step)
                         self.runs[row].seconds = time.perf_counter() - started
                         if streamer is not None:
                             streamer.put(torch.tensor(step.token_ids))
+                    # Between the rounds the models belong to the consumer.
                     yield steps
-                    steps = self._round() if self.texts.rows else None
+                    with packed:
+                        steps = self._round() if self.texts.rows else None
             self._keep_context()
         finally:
             set_last_runs(self.drafter, self.runs)
@@ -161,7 +165,7 @@ class DecodeLoop:
             )
             keep_context(self.cache, self.drafter, self.draft_cache, self.texts.ids[:, : self.columns])
 
-    def _packed(self):
+    def _packed(self) -> PackedPair:
         rows = 1 + (self.width if self.tree is None else self.tree.nodes)
         return packed_pair(self.view.target, self.drafter, rows=rows, prepack=self.drafter.prepack)
 

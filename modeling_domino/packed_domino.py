@@ -2,8 +2,9 @@
 
 A forward of one token reads every weight once. With plain linear layers one of five rows costs twice as much, because
 the multiplication lays the weights out anew each time; with weights laid out once, ahead, it costs little more than one
-row. The packed copies stand beside the model's own weights (so its memory doubles) and are used inside a `with` block
-only: the model's modules, parameters and hooks stay as they are, and prompts and single rows take the usual way.
+row. The packed copies stand beside the model's own weights (so its memory doubles) and are used inside `with` blocks
+only: the model's modules, parameters and hooks stay as they are, and prompts and single rows take the usual way. Each
+generation looks whether the weights have changed, which costs about as much as a token.
 
 This is oneDNN's blocked layout, through the operators that torch's compiler emits for frozen weights. It knows nothing of
 drafters; results agree with the usual layers to rounding.
@@ -11,11 +12,10 @@ drafters; results agree with the usual layers to rounding.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
+import types
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -37,9 +37,8 @@ DTYPES = (torch.float32, torch.bfloat16)
 _PACKED: weakref.WeakKeyDictionary[nn.Module, PackedLinears] = weakref.WeakKeyDictionary()
 
 
-@contextlib.contextmanager
-def packed_pair(target: nn.Module, drafter: nn.Module, *, rows: int, prepack: bool | None) -> Iterator[int]:
-    """Runs target and drafter on packed weights inside the block; yields the bytes of the copies, 0 if there are none.
+def packed_pair(target: nn.Module, drafter: nn.Module, *, rows: int, prepack: bool | None) -> PackedPair:
+    """Target and drafter on packed weights, for forwards inside `with` blocks; `num_bytes` of the copies, 0 without any.
 
     The copies are made at the first call and live as long as their model.
 
@@ -51,6 +50,8 @@ def packed_pair(target: nn.Module, drafter: nn.Module, *, rows: int, prepack: bo
     Raises:
         ValueError: if packing is asked for and nothing here can be packed.
     """
+    if prepack not in (True, False, None):
+        raise ValueError(f"`prepack` must be True, False, or None for small targets only, got {prepack!r}.")
     sizes = [layer.weight.numel() * layer.weight.element_size() for layer in _linears(target)]
     if prepack and not sizes:
         raise ValueError(
@@ -58,18 +59,42 @@ def packed_pair(target: nn.Module, drafter: nn.Module, *, rows: int, prepack: bo
             f"{type(target).__name__} on {target.device} has none to pack: leave it out."
         )
     if prepack is False or not sizes or (prepack is None and sum(sizes) > AUTOMATIC_BYTES):
-        yield 0
-        return
+        return NOTHING_PACKED
     packed = [_PACKED.setdefault(model, PackedLinears(model, rows)) for model in (target, drafter)]
-    with packed[0], packed[1]:
-        yield packed[0].num_bytes + packed[1].num_bytes
+    return PackedPair(packed)
+
+
+class PackedPair:
+    """The packed layers of several models, brought up to date once; in force inside each `with` block.
+
+    Args:
+        packed (`list[PackedLinears]`): one for each model.
+    """
+
+    def __init__(self, packed: list[PackedLinears]):
+        self._packed = packed
+        for each in packed:
+            each.refresh()
+        self.num_bytes = sum(each.num_bytes for each in packed)
+
+    def __enter__(self) -> PackedPair:
+        for each in self._packed:
+            each.__enter__()
+        return self
+
+    def __exit__(self, *exception) -> None:
+        for each in self._packed:
+            each.__exit__()
+
+
+NOTHING_PACKED = PackedPair([])
 
 
 class PackedLinears:
     """Packed copies of the linear layers of a model, in force between `__enter__` and `__exit__`.
 
-    Every shape of layer is measured once, packed against usual; shapes that do not gain are left alone. Weights that
-    changed since are packed anew on entry. Blocks may be nested, also from several threads.
+    Every shape of layer is measured once, packed against usual; shapes that do not gain are left alone. `refresh` packs
+    anew what has changed. Blocks may be nested, also from several threads.
 
     Args:
         model (`nn.Module`): on the CPU; a weak reference is kept.
@@ -86,20 +111,25 @@ class PackedLinears:
 
     def __enter__(self) -> PackedLinears:
         with self._lock:
-            if self._depth == 0:
-                self._refresh()
-                for linear, layer in self._layers.items():
-                    # On the instance, in front of the class's method: `__exit__` leaves no trace.
-                    linear.forward = layer
             self._depth += 1
+            if self._depth == 1:
+                self._put_on()
         return self
 
     def __exit__(self, *exception) -> None:
         with self._lock:
             self._depth -= 1
             if self._depth == 0:
-                for linear in self._layers:
-                    linear.__dict__.pop("forward", None)
+                self._take_off()
+
+    def _put_on(self) -> None:
+        for linear, layer in self._layers.items():
+            # On the instance, in front of the class's method: `_take_off` leaves no trace.
+            linear.forward = layer
+
+    def _take_off(self) -> None:
+        for linear in self._layers:
+            linear.__dict__.pop("forward", None)
 
     @property
     def num_bytes(self) -> int:
@@ -107,16 +137,22 @@ class PackedLinears:
         return sum(layer.weight.numel() * layer.weight.element_size() for layer in self._layers.values())
 
     @torch.no_grad()
-    def _refresh(self) -> None:
-        """Packs what is new or has changed, and lets go of layers that are gone."""
-        layers = {}
-        for linear in _linears(self._model()):
-            layer = self._layers.get(linear)
-            if layer is None or not layer.is_current():
-                layer = self._pack(linear)
-            if layer is not None:
-                layers[linear] = layer
-        self._layers = layers
+    def refresh(self) -> PackedLinears:
+        """Packs what is new or has changed, and lets go of layers that are gone; costs one reading of the weights."""
+        with self._lock:
+            layers = {}
+            for linear in _linears(self._model()):
+                layer = self._layers.get(linear)
+                if layer is None or not layer.is_current():
+                    layer = self._pack(linear)
+                if layer is not None:
+                    layers[linear] = layer
+            if self._depth > 0:
+                self._take_off()
+            self._layers = layers
+            if self._depth > 0:
+                self._put_on()
+        return self
 
     def _pack(self, linear: nn.Linear) -> _PackedLayer | None:
         kind = (tuple(linear.weight.shape), linear.weight.dtype, linear.bias is not None)
@@ -136,14 +172,18 @@ class _PackedLayer:
     def __init__(self, linear: nn.Linear):
         self.weight, self.bias = linear.weight, linear.bias
         self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach().contiguous(), None)
-        self._version = linear.weight._version
+        self._seen = _look_of(linear.weight)
         self._linear = weakref.ref(linear)
 
     def is_current(self) -> bool:
         """Whether the layer still has the weights that were packed."""
         linear = self._linear()
         same = linear is not None and linear.weight is self.weight and linear.bias is self.bias
-        return same and self.weight._version == self._version
+        return same and _look_of(linear.weight) == self._seen
+
+    def __deepcopy__(self, memo: dict[int, Any]):
+        # A copy of the model runs on its own weights; the packed ones cannot be copied.
+        return types.MethodType(nn.Linear.forward, memo[id(self._linear())])
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         few = 1 < rows.numel() // self.weight.shape[1] <= MOST_ROWS
@@ -156,6 +196,11 @@ class _PackedLayer:
 
     def usual(self, rows: torch.Tensor) -> torch.Tensor:
         return F.linear(rows, self.weight, self.bias)
+
+
+def _look_of(weight: torch.Tensor) -> tuple:
+    """What tells changed weights: place, type and sum. Changes through `.data` and by fused optimisers leave no version."""
+    return weight.data_ptr(), weight.dtype, weight.shape, weight.detach().sum().item()
 
 
 def _linears(model: nn.Module):

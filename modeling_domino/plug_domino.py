@@ -144,7 +144,8 @@ def run_assisted(
     set_last_runs(drafter, [])
     token = _SESSION.set(session)
     try:
-        with packed_pair(target, drafter, rows=session.width + 1, prepack=drafter.prepack) as session.packed_bytes:
+        with packed_pair(target, drafter, rows=session.width + 1, prepack=drafter.prepack) as packed:
+            session.packed_bytes = packed.num_bytes
             result = original(
                 target,
                 input_ids,

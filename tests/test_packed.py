@@ -12,6 +12,7 @@ from conftest import PATHS, fill, prompt, tiny_drafter, tiny_target
 from torch import nn
 
 from modeling_domino import packed_domino
+from modeling_domino.generation_domino import stream
 from modeling_domino.packed_domino import PackedLinears, packed_pair
 
 
@@ -50,7 +51,7 @@ def two_layers(dtype: torch.dtype = torch.float32) -> nn.Sequential:
 def test_packed_equals_usual(pack_everything, calls, dtype, shape):
     model, rows = two_layers(dtype), torch.linspace(-1, 1, 37).expand(shape).to(dtype)
     usual = model(rows)
-    with PackedLinears(model, rows=5):
+    with PackedLinears(model, rows=5).refresh():
         calls.clear()
         torch.testing.assert_close(model(rows), usual, rtol=0, atol=ROUNDING[dtype])
         assert calls == [rows.numel() // 37] * 2
@@ -61,7 +62,7 @@ def test_packed_equals_usual(pack_everything, calls, dtype, shape):
 def test_single_rows_and_prompts_take_the_usual_way(pack_everything, calls, rows):
     model, inputs = two_layers(), torch.linspace(-1, 1, 37).expand(rows, 37)
     usual = model(inputs)
-    with PackedLinears(model, rows=5):
+    with PackedLinears(model, rows=5).refresh():
         calls.clear()
         assert torch.equal(model(inputs), usual)
     assert calls == []
@@ -69,7 +70,7 @@ def test_single_rows_and_prompts_take_the_usual_way(pack_everything, calls, rows
 
 def test_gradients_are_those_of_the_usual_way(pack_everything, calls):
     model, inputs = two_layers(), torch.linspace(-1, 1, 37).expand(5, 37)
-    with PackedLinears(model, rows=5):
+    with PackedLinears(model, rows=5).refresh():
         calls.clear()
         model(inputs).sum().backward()
     assert calls == [] and model[0].weight.grad.abs().sum() > 0
@@ -79,7 +80,7 @@ def test_gradients_are_those_of_the_usual_way(pack_everything, calls):
 def test_the_model_is_left_as_it_was(pack_everything):
     model = two_layers()
     before, state = [dict(vars(module)) for module in model.modules()], copy.deepcopy(model.state_dict())
-    with pytest.raises(KeyboardInterrupt), PackedLinears(model, rows=5):
+    with pytest.raises(KeyboardInterrupt), PackedLinears(model, rows=5).refresh():
         assert "forward" in vars(model[0])
         raise KeyboardInterrupt
     assert [dict(vars(module)) for module in model.modules()] == before
@@ -89,7 +90,7 @@ def test_the_model_is_left_as_it_was(pack_everything):
 @torch.no_grad()
 def test_blocks_within_each_other_end_with_the_outer_one(pack_everything, calls):
     model, rows = two_layers(), torch.ones(5, 37)
-    packed = PackedLinears(model, rows=5)
+    packed = PackedLinears(model, rows=5).refresh()
     with packed:
         with packed:
             pass
@@ -99,22 +100,79 @@ def test_blocks_within_each_other_end_with_the_outer_one(pack_everything, calls)
     assert "forward" not in vars(model[0])
 
 
-@pytest.mark.parametrize("change", ["in place", "replaced", "moved"])
+def through_fused_optimiser(model):
+    with torch.enable_grad():
+        model(torch.ones(2, 37)).sum().backward()
+    torch.optim.AdamW(model.parameters(), lr=0.1, fused=True).step()
+
+
+CHANGES = {
+    "in place": lambda model: model[0].weight.mul_(2),
+    "through .data": lambda model: model[0].weight.data.add_(0.5),
+    "other data": lambda model: setattr(model[0].weight, "data", model[0].weight.data * 2),
+    "replaced": lambda model: setattr(model[0], "weight", nn.Parameter(model[0].weight * 2)),
+    "loaded": lambda model: model.load_state_dict({k: v * 2 for k, v in model.state_dict().items()}, assign=True),
+    "cast and back": lambda model: model.to(torch.bfloat16).float(),
+    "cast": lambda model: model.to(torch.bfloat16),
+    "fused optimiser": through_fused_optimiser,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
 @torch.no_grad()
-def test_changed_weights_are_packed_anew(pack_everything, change):
+def test_changed_weights_are_packed_anew(pack_everything, calls, change):
     model, rows = two_layers(), torch.linspace(-1, 1, 37).expand(5, 37)
-    packed = PackedLinears(model, rows=5)
+    packed = PackedLinears(model, rows=5).refresh()
     with packed:
         model(rows)
-    if change == "in place":
-        model[0].weight.mul_(2)
-    elif change == "replaced":
-        model[0].weight = nn.Parameter(model[0].weight * 2)
-    else:
-        model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()}, assign=True)
+    CHANGES[change](model)
+    rows = rows.to(model[0].weight.dtype)
     usual = model(rows)
-    with packed:
-        torch.testing.assert_close(model(rows), usual, rtol=0, atol=1e-5)
+    calls.clear()
+    with packed.refresh():
+        torch.testing.assert_close(model(rows), usual, rtol=0, atol=10 * ROUNDING[rows.dtype])
+    assert len(calls) >= 2
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_target_that_is_trained_or_cast_between_generations(pack_everything, path):
+    target = tiny_target()
+    drafter = tiny_drafter(target)
+    PATHS[path](target, drafter, prompt(7), max_new_tokens=10)
+    target.model.layers[2].mlp.down_proj.weight.data += 0.1
+    expected = target.generate(prompt(7), do_sample=False, max_new_tokens=30)
+    assert torch.equal(PATHS[path](target, drafter, prompt(7), max_new_tokens=30), expected)
+    target.to(torch.bfloat16)
+    PATHS[path](target, drafter, prompt(7), max_new_tokens=10)
+    assert drafter.last_run.new_tokens == 10
+
+
+def test_models_made_in_inference_mode_are_packed(pack_everything):
+    with torch.inference_mode():
+        target = tiny_target()
+        drafter = tiny_drafter(target)
+        expected = target.generate(prompt(7), do_sample=False, max_new_tokens=20)
+        for _ in range(2):
+            assert torch.equal(drafter.spec_generate(target, prompt(7), max_new_tokens=20), expected)
+
+
+def test_between_rounds_the_models_are_the_consumers(pack_everything):
+    target = tiny_target()
+    drafter = tiny_drafter(target)
+    steps = stream(target, drafter, prompt(7), do_sample=False, max_new_tokens=20)
+    next(steps), next(steps)
+    assert not any("forward" in vars(module) for model in (target, drafter) for module in model.modules())
+    steps.close()
+
+
+def test_a_copy_of_a_packed_target_runs_on_its_own_weights(pack_everything):
+    target = tiny_target()
+    drafter = tiny_drafter(target)
+    with packed_pair(target, drafter, rows=5, prepack=True):
+        twin = copy.deepcopy(target)
+    target.lm_head.weight.data.zero_()
+    expected = tiny_target().generate(prompt(7), do_sample=False, max_new_tokens=10)
+    assert torch.equal(twin.generate(prompt(7), do_sample=False, max_new_tokens=10), expected)
 
 
 @torch.no_grad()
@@ -122,7 +180,7 @@ def test_shapes_that_do_not_gain_are_left_alone(monkeypatch, calls):
     monkeypatch.setattr(packed_domino, "LEAST_WEIGHTS", 0)
     monkeypatch.setattr(packed_domino, "WORTH", 0.0)
     model = two_layers()
-    with PackedLinears(model, rows=5) as packed:
+    with PackedLinears(model, rows=5).refresh() as packed:
         calls.clear()
         model(torch.ones(5, 37))
     assert calls == [] and packed.num_bytes == 0
@@ -134,15 +192,16 @@ def test_adapted_and_offloaded_layers_are_left_alone(pack_everything):
 
     model = nn.Sequential(Adapted(37, 37), nn.Linear(37, 37), nn.Linear(37, 37, device="meta"), nn.Linear(37, 37))
     model[1].forward = lambda rows: rows
-    with PackedLinears(model, rows=5) as packed:
+    with PackedLinears(model, rows=5).refresh() as packed:
         assert packed.num_bytes == 37 * 37 * 4
     assert model[1].forward(1) == 1
 
 
 def test_copies_live_as_long_as_their_model(pack_everything):
     target = tiny_target()
-    with packed_pair(target, tiny_drafter(target), rows=5, prepack=None) as num_bytes:
-        assert num_bytes > 0
+    with packed_pair(target, tiny_drafter(target), rows=5, prepack=None) as packed:
+        assert packed.num_bytes > 0
+    del packed
     alive = weakref.ref(target)
     del target
     gc.collect()
@@ -194,6 +253,14 @@ def test_large_targets_are_packed_on_request_only(pack_everything, monkeypatch):
     drafter.prepack = True
     drafter.spec_generate(target, prompt(7), max_new_tokens=10)
     assert drafter.last_run.packed_bytes > 0
+
+
+def test_a_word_is_no_answer():
+    target = tiny_target()
+    drafter = tiny_drafter(target)
+    drafter.prepack = "yes"
+    with pytest.raises(ValueError, match="`prepack` must be True, False, or None .* got 'yes'"):
+        drafter.spec_generate(target, prompt(7), max_new_tokens=3)
 
 
 @pytest.mark.parametrize("path", PATHS)
