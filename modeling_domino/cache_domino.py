@@ -80,6 +80,13 @@ class DominoCache:
         start = end - keys.shape[2] - self.num_visible
         return self._keys[layer_idx][:, :, start:end], self._values[layer_idx][:, :, start:end]
 
+    def serves(self, drafter) -> bool:
+        """Whether a later run of `drafter` can go on with this store: same window, dtype and device, and writable."""
+        keys = self._keys[0]
+        writable = torch.is_inference_mode_enabled() or not keys.is_inference()
+        same = (keys.dtype, keys.device, self._window) == (drafter.dtype, drafter.device, drafter.context_window)
+        return same and writable
+
     def select_sequences(self, rows: torch.Tensor) -> None:
         """Keeps these sequences of the batch."""
         for states in (self._keys, self._values):
@@ -132,8 +139,9 @@ def _gather(states: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class _Context:
-    """What a run left behind for the next turn: a drafter, its store, and the tokens `[1, S]` that both caches hold."""
+    """What a run left behind for the next turn: the pair, the drafter's store, the tokens `[1, S]` that both caches hold."""
 
+    target: weakref.ref
     drafter: weakref.ref
     store: DominoCache
     ids: torch.Tensor
@@ -143,29 +151,34 @@ class _Context:
 _CONTEXTS: weakref.WeakKeyDictionary[Any, _Context] = weakref.WeakKeyDictionary()
 
 
-def keep_context(cache: Any, drafter, store: DominoCache, ids: torch.Tensor) -> None:
+def keep_context(cache: Any, target, drafter, store: DominoCache, ids: torch.Tensor) -> None:
     """Keeps the drafter's store beside the target's cache, for the next turn of a talk.
 
     Args:
         cache: the target's, as the run leaves it.
-        drafter (`DominoDraftModel`): whose store it is.
+        target (`PreTrainedModel`), drafter (`DominoDraftModel`): whose caches they are.
         store (`DominoCache`): with a row for each row of `cache`.
         ids: the tokens of those rows, `[1, S]`.
     """
-    _CONTEXTS[cache] = _Context(weakref.ref(drafter), store, ids.clone())
+    _CONTEXTS[cache] = _Context(weakref.ref(target), weakref.ref(drafter), store, ids.clone())
 
 
-def take_context(cache: Any, drafter, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> DominoCache | None:
-    """The store that fits a cache the caller passes again, if the prompt goes on where the last run of this drafter ended.
+def take_context(
+    cache: Any, target, drafter, input_ids: torch.Tensor, model_kwargs: dict[str, Any]
+) -> DominoCache | None:
+    """The store that fits a cache the caller passes again, if the prompt goes on where the last run of this pair ended.
 
-    The prompt must be whole, unpadded and longer than what the cache holds, which must be as the run left it.
+    The prompt must be whole, unpadded and longer than what the cache holds, which must be as the run left it; and the
+    drafter must read a store of this kind still.
     """
     context = _CONTEXTS.pop(cache, None)
-    if context is None or context.drafter() is not drafter:
+    if context is None or context.target() is not target or context.drafter() is not drafter:
+        return None
+    if not context.store.serves(drafter):
         return None
     held, mask = context.ids.shape[1], model_kwargs.get("attention_mask")
     whole = mask is None or (mask.shape == input_ids.shape and bool(mask.all()))
-    fits = whole and int(cache.get_seq_length()) == held < input_ids.shape[1]
+    fits = whole and len(input_ids) == 1 and int(cache.get_seq_length()) == held < input_ids.shape[1]
     return context.store if fits and torch.equal(input_ids[:, :held], context.ids) else None
 
 
@@ -270,6 +283,11 @@ def empty_filled_cache(cache: Any, input_ids: torch.Tensor, model_kwargs: dict[s
     filled = cache.get_seq_length()
     if filled == 0:
         return
+    held = next((len(layer.keys) for layer in getattr(cache, "layers", []) if torch.is_tensor(layer.keys)), None)
+    if held not in (None, len(input_ids)):
+        raise ValueError(
+            f"The cache was filled for {held} sequence{'s' if held > 1 else ''}, and {len(input_ids)} came; pass a fresh cache."
+        )
     mask = model_kwargs.get("attention_mask")
     mask_length = getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
     if mask_length != input_ids.shape[1]:

@@ -72,7 +72,8 @@ def costs_of(view: TargetView, drafter, options: DraftOptions, *, rows: int, tre
 def costs_folder() -> Path:
     """Where the measurements lie."""
     root = os.environ.get("DOMINO_CACHE")
-    return (Path(root) if root else Path(constants.HF_HOME, "modeling_domino")).expanduser() / "costs"
+    # Unlike `Path.expanduser`, this leaves a user that nobody knows as it is.
+    return Path(os.path.expanduser(root or Path(constants.HF_HOME, "modeling_domino")), "costs")
 
 
 def facts_of(view: TargetView, drafter, options: DraftOptions, tree: TreeShape | None) -> dict[str, Any]:
@@ -198,7 +199,7 @@ def _read(path: Path) -> Costs | None:
         content = json.loads(path.read_text(encoding="utf-8"))
         verify = {int(rows): float(seconds) for rows, seconds in content["verify_seconds"].items()}
         return Costs(verify, float(content["draft_seconds"]), float(content["seconds_per_draft"]))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
         return None
 
 

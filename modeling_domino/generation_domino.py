@@ -215,6 +215,7 @@ def _decoding_method(
     check_cache(cache if model_kwargs.get("use_cache", True) else None)
     check_processors(logits_processor)
     _check_inputs(model_kwargs, generation_config)
+    _check_deciders(tree, costs, auto_off)
     sized = AUTO in (verify_width, tree)
     if tree == AUTO:
         tree = TreeShape(nodes=AUTO_NODES)
@@ -225,7 +226,12 @@ def _decoding_method(
         if candidates is not None:
             tree = dataclasses.replace(tree, candidates=candidates or drafter.config.vocab_size)
         check_movable_rows(model, cache, what="Draft trees")
-    store = take_context(cache, drafter, input_ids, model_kwargs)
+    rule = resolve_rule(
+        rule, generation_config.do_sample, sampled="block" if tree is None else "match", tree=tree is not None
+    )
+    width = resolve_width(None if verify_width == AUTO else verify_width, drafter.config, least=0)
+    # What is refused is refused before the caller's cache is touched.
+    store = take_context(cache, model, drafter, input_ids, model_kwargs)
     if store is None:
         empty_filled_cache(cache, input_ids, model_kwargs, generation_config)
     cache = without_sliding_layers(cache)
@@ -236,8 +242,6 @@ def _decoding_method(
                 f"Trees and filled caches are for one sequence at a time, got a batch of {input_ids.shape[0]}; leave "
                 "`tree` and the cache out."
             )
-    sampled = "block" if tree is None else "match"
-    width = resolve_width(None if verify_width == AUTO else verify_width, drafter.config, least=0)
     if not sized:
         costs = None
     elif costs is None:
@@ -254,7 +258,7 @@ def _decoding_method(
         processors=logits_processor or None,
         criteria=stopping_criteria,
         generation_config=generation_config,
-        rule=resolve_rule(rule, generation_config.do_sample, sampled=sampled, tree=tree is not None),
+        rule=rule,
         width=width,
         options=options,
         tree=tree,
@@ -263,6 +267,18 @@ def _decoding_method(
         auto_off=auto_off if hasattr(auto_off, "begin") else AutoOff() if auto_off else None,
         store=store,
     )
+
+
+def _check_deciders(tree, costs, auto_off) -> None:
+    """Refuses what is no size, no costs and no switch; not by class, since they may come from another copy of this code."""
+    if isinstance(tree, type) or (isinstance(tree, str) and tree != AUTO):
+        raise ValueError(f'`tree` must be a number of nodes, "auto" or a `TreeShape`, got {tree!r}.')
+    if costs is not None and not hasattr(costs, "verify_seconds"):
+        raise ValueError(
+            f"`costs` must be `Costs` of `sizing_domino.py`, got {costs!r}; leave it out to have them measured."
+        )
+    if not isinstance(auto_off, bool) and (isinstance(auto_off, type) or not hasattr(auto_off, "begin")):
+        raise ValueError(f"`auto_off` must be True, False or an `AutoOff`, got {auto_off!r}.")
 
 
 def check_processors(logits_processor) -> None:

@@ -163,7 +163,9 @@ class DecodeLoop:
             self.drafter.append_context(
                 self.context.to(self.drafter.dtype), positions.to(self.drafter.device), self.draft_cache
             )
-            keep_context(self.cache, self.drafter, self.draft_cache, self.texts.ids[:, : self.columns])
+            keep_context(
+                self.cache, self.view.target, self.drafter, self.draft_cache, self.texts.ids[:, : self.columns]
+            )
 
     def _packed(self) -> PackedPair:
         rows = 1 + (self.width if self.tree is None else self.tree.nodes)

@@ -35,6 +35,8 @@ class Costs:
         values = [*self.verify.values(), self.draft, self.per_draft]
         if not self.verify or min(self.verify) < 1 or not all(value >= 0 for value in values):
             raise ValueError(f"Costs must be seconds by a number of rows of at least 1, got {self}.")
+        if min(self.verify.values()) == 0:
+            raise ValueError(f"A forward must take time, got {self}.")
 
     def verify_seconds(self, most_rows: int) -> list[float]:
         """Seconds for 1, 2, ..., `most_rows` rows; never falling, since noise alone says that more rows cost less."""

@@ -295,6 +295,79 @@ def test_what_does_not_go_on_where_the_last_turn_ended_is_read_anew(change, capl
     assert "emptying it" in caplog.text and torch.equal(output, expected)
 
 
+def between_turns(change):
+    """A talk of two turns with `change(target, drafter)` between them; both texts of the second turn."""
+    target = tiny_target()
+    drafter = tiny_drafter(target)
+    cache = DynamicCache(config=target.config)
+    text = torch.cat([drafter.spec_generate(target, prompt(9), 20, cache=cache), prompt(3, offset=50)], dim=1)
+    change(target, drafter)
+    expected = target.generate(text, do_sample=False, max_new_tokens=20)
+    return drafter.spec_generate(target, text, 20, cache=cache), expected, drafter
+
+
+def test_a_drafter_cast_between_turns_reads_anew(caplog):
+    with caplog.at_level("WARNING"):
+        output, expected, _ = between_turns(lambda target, drafter: drafter.to(torch.bfloat16))
+    assert "emptying it" in caplog.text and torch.equal(output, expected)
+
+
+def test_a_window_changed_between_turns_counts():
+    output, expected, drafter = between_turns(lambda target, drafter: setattr(drafter, "context_window", 4))
+    whole = drafter.last_run
+    assert torch.equal(output, expected)
+    drafter.spec_generate(tiny_target(), output[:, :-20], 20)
+    assert [step.draft_ids for step in whole.rounds] == [step.draft_ids for step in drafter.last_run.rounds]
+    with pytest.raises(ValueError, match="context window"):
+        between_turns(lambda target, drafter: setattr(drafter, "context_window", -3))
+
+
+def test_a_turn_in_inference_mode_and_one_outside():
+    target = tiny_target()
+    drafter = tiny_drafter(target)
+    cache = DynamicCache(config=target.config)
+    with torch.inference_mode():
+        text = drafter.spec_generate(target, prompt(9), 20, cache=cache)
+    text = torch.cat([text.clone(), prompt(3, offset=50)], dim=1)
+    expected = target.generate(text, do_sample=False, max_new_tokens=20)
+    assert torch.equal(drafter.spec_generate(target, text, 20, cache=cache), expected)
+
+
+def test_a_cache_of_another_pair_is_not_gone_on_with(caplog):
+    target, other = tiny_target(), tiny_target(salt=1)
+    drafter = tiny_drafter(target)
+    cache = DynamicCache(config=target.config)
+    text = torch.cat([drafter.spec_generate(target, prompt(9), 20, cache=cache), prompt(3, offset=50)], dim=1)
+    expected = other.generate(text, do_sample=False, max_new_tokens=20)
+    with caplog.at_level("WARNING"):
+        assert torch.equal(drafter.spec_generate(other, text, 20, cache=cache), expected)
+    assert "emptying it" in caplog.text
+
+
+def test_a_cache_of_one_sequence_is_refused_for_a_batch():
+    target = tiny_target()
+    drafter = tiny_drafter(target)
+    cache = DynamicCache(config=target.config)
+    drafter.spec_generate(target, prompt(9), 5, cache=cache)
+    with pytest.raises(ValueError, match="filled for 1 sequence, and 3 came; pass a fresh cache"):
+        drafter.spec_generate(target, prompt(20, batch=3), 5, cache=cache, attention_mask=torch.ones(3, 20).long())
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"rule": "bogus"}, {"verify_width": -1}, {"auto_off": "no"}, {"tree": "big"}], ids=str
+)
+def test_a_refused_call_leaves_the_cache_as_it_was(wrong):
+    target = tiny_target()
+    drafter = tiny_drafter(target)
+    cache = DynamicCache(config=target.config)
+    text = torch.cat([drafter.spec_generate(target, prompt(9), 20, cache=cache), prompt(3, offset=50)], dim=1)
+    held = cache.get_seq_length()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="must be"):
+            drafter.spec_generate(target, text, 20, cache=cache, **wrong)
+    assert cache.get_seq_length() == held and cache in cache_domino._CONTEXTS
+
+
 def test_a_turn_that_was_broken_off_is_read_anew():
     target = tiny_target()
     drafter = tiny_drafter(target)
