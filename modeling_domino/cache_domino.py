@@ -293,8 +293,9 @@ def empty_filled_cache(cache: Any, input_ids: torch.Tensor, model_kwargs: dict[s
     if mask_length != input_ids.shape[1]:
         return
     logger.warning(
-        "The cache holds %d tokens and the whole prompt of %d was passed: emptying it, so that target and drafter read "
-        "the prompt together. Pass only the new tokens, with a mask over all, to keep it.",
+        "The cache holds %d tokens, and a whole prompt of %d was passed that does not go on where this drafter's last run "
+        "on it ended: emptying it, so that target and drafter read the prompt together. Pass only the new tokens, with a "
+        "mask over all, to keep it.",
         int(filled),
         input_ids.shape[1],
     )

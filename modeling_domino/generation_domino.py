@@ -171,6 +171,11 @@ def open_loop(target, drafter, input_ids: torch.Tensor | None = None, **kwargs) 
         )
     if input_ids is not None and not torch.is_tensor(input_ids):
         raise ValueError(f"`input_ids` must be a tensor of token ids `[B, S]`, got {type(input_ids).__name__}.")
+    if input_ids is not None and (input_ids.dim() != 2 or input_ids.shape[1] == 0 or input_ids.is_floating_point()):
+        raise ValueError(
+            f"`input_ids` must hold at least one token id for each sequence, `[B, S]`, got shape {tuple(input_ids.shape)} of "
+            f"{input_ids.dtype}."
+        )
     if kwargs.get("assistant_model") is not None:
         raise ValueError("Our loop has its drafter already, got `assistant_model` too; use one of the two ways.")
     criteria = StoppingCriteriaList(kwargs.pop("stopping_criteria", None) or [])

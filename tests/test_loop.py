@@ -283,6 +283,15 @@ def test_what_follows_an_end_is_padding_for_processors_too(target):
 
 
 @pytest.mark.parametrize(
+    "ids", [torch.ones(1, 0).long(), torch.ones(3).long(), torch.ones(1, 3)], ids=["empty", "flat", "float"]
+)
+def test_what_is_no_prompt_is_refused(ids):
+    target = tiny_target()
+    with pytest.raises(ValueError, match="must hold at least one token id for each sequence"):
+        tiny_drafter(target).spec_generate(target, ids, max_new_tokens=3)
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"assistant_model": object()}, "has its drafter already"),

@@ -88,7 +88,8 @@ def require_sources(*names: str | None) -> None:
             if not (Path(name) / "config.json").is_file():
                 raise ValueError(f"The folder {name} has no config.json, so it holds no model.")
         elif name.startswith((".", "~", os.sep)) or not HUB_ID.fullmatch(name):
-            raise ValueError(f"There is no folder {name}, and a Hub id has the form ORG/NAME.")
+            here = f"; this checkout has hub_cards/{name}" if Path("hub_cards", name).is_dir() else ""
+            raise ValueError(f"There is no folder {name}, and a Hub id has the form ORG/NAME{here}.")
 
 
 def resolve_device(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:

@@ -77,7 +77,7 @@ def trace_command(
         if html is None and out is None:
             raise ValueError("Nothing would be written; name a page with --html or a trace with --out.")
         if replay is not None:
-            trace, asked = read_trace(replay), None
+            trace = read_trace(replay)
             require_sources(target)
             tokenizer = AutoTokenizer.from_pretrained(target or default_target_folder())
         else:
@@ -92,11 +92,12 @@ def trace_command(
             )
             for _ in steps:
                 pass
-            trace, asked, tokenizer = pair.drafter.last_run.trace(), prompt, pair.tokenizer
+            # The record has ids only; the page shows what was asked, also when it is made anew.
+            trace, tokenizer = {**pair.drafter.last_run.trace(), "prompt": prompt}, pair.tokenizer
         if out is not None:
             write(out, json.dumps(trace) + "\n")
         if html is not None:
-            write(html, draw_page(trace, tokenizer.decode, prompt=asked))
+            write(html, draw_page(trace, tokenizer.decode, prompt=trace.get("prompt")))
 
 
 def read_trace(path: Path) -> dict[str, Any]:
