@@ -56,7 +56,7 @@ def stream(
     candidates: int | None = None,
     draft_vocab: int | None = None,
     costs: Costs | None = None,
-    auto_off: AutoOff | bool = False,
+    auto_off: AutoOff | bool | None = None,
     streamer=None,
     **generate_kwargs,
 ) -> Iterator[Step]:
@@ -207,7 +207,7 @@ def _decoding_method(
     candidates: int | None = None,
     draft_vocab: int | None = None,
     costs: Costs | None = None,
-    auto_off: AutoOff | bool = False,
+    auto_off: AutoOff | bool | None = None,
     **model_kwargs,
 ) -> DecodeLoop:
     """Checks what can be checked, and hands back the loop instead of running it."""
@@ -282,7 +282,7 @@ def _check_deciders(tree, costs, auto_off) -> None:
         raise ValueError(
             f"`costs` must be `Costs` of `sizing_domino.py`, got {costs!r}; leave it out to have them measured."
         )
-    if not isinstance(auto_off, bool) and (isinstance(auto_off, type) or not hasattr(auto_off, "begin")):
+    if not isinstance(auto_off, bool | None) and (isinstance(auto_off, type) or not hasattr(auto_off, "begin")):
         raise ValueError(f"`auto_off` must be True, False or an `AutoOff`, got {auto_off!r}.")
 
 
