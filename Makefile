@@ -30,14 +30,14 @@ test: .venv/stamp-dev
 ci: lint test wheel browser kernels $(PEERS:%=test-%)
 
 # The Space in headless Chromium (Debian: chromium fonts-dejavu fonts-noto-color-emoji), on the default pair.
-browser: .venv/stamp-browser
+browser: .venv/stamp-dev
 	$(TEST_ENV) $(BIN)/python -m pytest -m browser tests/test_space_browser.py
 
 # The README's pictures, and how long the page takes: made by the same tests.
-screenshots: .venv/stamp-browser
+screenshots: .venv/stamp-dev
 	$(TEST_ENV) DOMINO_SCREENSHOTS=space_app/screenshots $(BIN)/python -m pytest -m browser tests/test_space_browser.py -k "trace or race"
 
-space-record: .venv/stamp-browser
+space-record: .venv/stamp-dev
 	DOMINO_RECORD=space_app/measured.json $(BIN)/python -m pytest -m browser tests/test_space_browser.py -k how_long
 
 lint: .venv/stamp-dev
@@ -80,10 +80,6 @@ clean:
 	$(PIP) -e ".[dev]"
 	$(PIP) --no-deps specforge==0.2.0 speculators==0.9.0 loguru==0.7.3
 	$(PIP) --no-deps sglang==0.5.23 || test "$$CI" != true
-	touch $@
-
-.venv/stamp-browser: .venv/stamp-dev
-	$(PIP) -e ".[browser]"
 	touch $@
 
 # A peer environment holds only another transformers and what it pins (5.8.1 cannot be imported beside a newer kernels);

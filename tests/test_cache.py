@@ -226,7 +226,7 @@ def test_a_filled_cache_is_emptied_only_when_the_whole_prompt_comes_again(caplog
         cache = filled()
         empty_filled_cache(cache, ids, {"attention_mask": torch.ones(1, 6)}, Settings)
         assert cache.get_seq_length() == 0
-    assert "holds 6 tokens and the whole prompt of 6" in caplog.text
+    assert "holds 6 tokens, and a whole prompt of 6" in caplog.text
 
 
 # ---- several turns on one cache

@@ -335,8 +335,11 @@ def test_processors_are_not_asked_about_texts_they_rule_out():
 def test_refusals():
     target = tiny_target()
     drafter = tiny_drafter(target)
-    for wrong in (2.5, "16", True):
+    for wrong in (2.5, True):
         with pytest.raises(ValueError, match="must be an integer of at least 1"):
+            generate_loop(target, drafter, prompt(4), max_new_tokens=4, tree=wrong)
+    for wrong in ("16", "AUTO", TreeShape):
+        with pytest.raises(ValueError, match='must be a number of nodes, "auto" or a `TreeShape`, got'):
             generate_loop(target, drafter, prompt(4), max_new_tokens=4, tree=wrong)
     with pytest.raises(ValueError, match="`nodes` of a draft tree must be an integer of at least 1, got 0"):
         generate_loop(target, drafter, prompt(4), max_new_tokens=4, tree=0)
