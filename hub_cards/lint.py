@@ -55,8 +55,10 @@ SECRETS = {
     "an AWS key": r"AKIA[0-9A-Z]{16}",
     "a private key": r"-----BEGIN [A-Z ]*PRIVATE KEY-----",
 }
+# Not within a longer word; the last letter of an escape (\n in JSON, %3D in an address, ESC[31m) is no word.
+SECRET_BEGINS = rb"(?:(?<![A-Za-z0-9_-])|(?<=\\[nrt])|(?<=%[0-9A-Fa-f]{2})|(?<=[0-9]m))"
 SECRET_PATTERNS = {
-    what: re.compile(rb"(?<![A-Za-z0-9_-])(?:" + pattern.encode() + rb")") for what, pattern in SECRETS.items()
+    what: re.compile(SECRET_BEGINS + rb"(?:" + pattern.encode() + rb")") for what, pattern in SECRETS.items()
 }
 # Not followed by a letter: a speed-up's x is, "4B" is a name.
 NUMBER = re.compile(r"(?<![\w.,/-])\d+(?:[.,]\d+)*(?=x?(?![\w]))")

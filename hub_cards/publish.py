@@ -137,6 +137,12 @@ def prepare(name: str, *, repo_id: str, tag: str, output: Path | None = None) ->
     if kind == "kernel" and not (tag.startswith("v") and tag[1:].isdigit()):
         raise ValueError(f"A kernel's version is a branch named v1, v2, ..., got {tag}.")
     publication = Publication(source, kind, repo_id, tag, output or CHECKOUT / "dist" / repo_id.split("/")[-1])
+    if output is not None:
+        require_own(output)
+    if links := sorted(path.relative_to(source).as_posix() for path in source.rglob("*") if path.is_symlink()):
+        raise ValueError(
+            f"What is published lies in its folder, but {source} has links ({', '.join(links[:3])}); put copies in their place."
+        )
     if kind == "model":
         stage_drafter(publication)
     elif kind == "space":
@@ -145,8 +151,24 @@ def prepare(name: str, *, repo_id: str, tag: str, output: Path | None = None) ->
         stage_space(publication.folder, drafter=drafter, revision=tag)
     else:
         stage_files(publication)
+    staging_mark(publication.folder).touch()
     require_clean(publication.folder, kind, repo_id)
     return publication
+
+
+def require_own(output: Path) -> None:
+    """Refuses to replace a folder that no staging wrote: it may be somebody's work.
+
+    Raises:
+        ValueError: if `output` holds something, and no mark of a staging lies beside it.
+    """
+    if output.exists() and not staging_mark(output).is_file() and (not output.is_dir() or any(output.iterdir())):
+        raise ValueError(f"Staging replaces only what it wrote itself, and {output} is not that; name a new --output.")
+
+
+def staging_mark(output: Path) -> Path:
+    """The file beside a staged folder that says so."""
+    return output.absolute().with_name(f".{output.absolute().name}.staged")
 
 
 def publishable_folder(name: str) -> Path:
@@ -369,8 +391,6 @@ def push(
             sdk = {"space_sdk": "gradio"} if kind == "space" else {}
             api.create_repo(repo_id, repo_type=kind, private=not public, exist_ok=True, **sdk)
             plan.head = api.repo_info(repo_id, repo_type=kind).sha
-        elif public and plan.private:
-            api.update_repo_settings(repo_id, repo_type=kind, private=False)
         commit = plan.mark or plan.head
         if not plan.empty:
             branch = publication.tag if kind == "kernel" and plan.mark else "main"
@@ -380,6 +400,9 @@ def push(
         elif plan.mark is None:
             api.create_tag(repo_id, repo_type=kind, tag=publication.tag, revision=commit)
         done["verified"] = verify(publication, prune=prune)
+        # Opened last: what was private stays so if anything before fails.
+        if public and plan.private:
+            api.update_repo_settings(repo_id, repo_type=kind, private=False)
         if collection is not None:
             done["collection"] = link(api, publication, collection, public=public)
     return done | {"commit": commit, "sent": not plan.empty}

@@ -21,6 +21,9 @@ from .convert import convert
 ENGINES = ("sglang", "vllm", "tensorrt-llm")
 WITHOUT_HEAD = {"vllm": "vLLM", "tensorrt-llm": "TensorRT-LLM"}
 
+# What a flat export consists of.
+EXPORTED = {"config.json", "model.safetensors", "draft_vocab.json"}
+
 
 def require_engine(engine: str) -> None:
     """Refuses an engine that does not execute the correction head.
@@ -46,8 +49,21 @@ def export_flat(drafter: str, folder: Path) -> Path:
     config = Path(drafter) / "config.json"
     if config.is_file() and json.loads(config.read_text()).get("model_type") == "qwen3":
         return Path(drafter)
-    convert(drafter, folder, to="flat", force=folder.exists())
+    if folder.exists() and any(folder.iterdir()) and not _is_export(folder):
+        raise ValueError(
+            f"`--output` replaces only an earlier export of its own, and {folder} is not that; name a new folder."
+        )
+    convert(drafter, folder, to="flat", force=_is_export(folder))
     return folder
+
+
+def _is_export(folder: Path) -> bool:
+    """Whether a folder holds what `export_flat` writes, and nothing else."""
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    if not {"config.json"} <= names <= EXPORTED:
+        return False
+    config = json.loads((folder / "config.json").read_text())
+    return "dflash_config" in config or "block_size" in config
 
 
 def sglang_command(target: str | None, flat: Path, extra: Sequence[str] = ()) -> list[str]:

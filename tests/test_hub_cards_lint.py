@@ -170,6 +170,11 @@ def test_secrets_are_found_in_text_and_in_shards(secret, what, folder):
     (folder / "notes.json").write_text(json.dumps({"command": f"TOKEN={secret} domino train"}))
     assert lint.file_problems(folder) == [f"notes.json contains {what}; remove and revoke it."]
     (folder / "notes.json").unlink()
+    # An escape before it is no part of a word.
+    for before in ("\\n", "\\t", "%3D", "\x1b[31m"):
+        (folder / "notes.txt").write_text(f"my key is{before}{secret}")
+        assert lint.file_problems(folder) == [f"notes.txt contains {what}; remove and revoke it."], before
+    (folder / "notes.txt").unlink()
     (folder / "answers.jsonl.gz").write_bytes(gzip.compress(f'{{"text": "{secret}"}}'.encode()))
     assert lint.file_problems(folder) == [f"answers.jsonl.gz contains {what}; remove and revoke it."]
 

@@ -343,6 +343,36 @@ def test_a_private_repository_is_opened_only_when_asked(hub, push):
     assert not hub.repos["model", REPO].private
 
 
+def test_a_repository_stays_private_if_anything_before_its_opening_fails(hub, push, monkeypatch):
+    assert report_of(push("--execute"))["sent"]
+
+    def refuse(*args, **kwargs):
+        raise publish.VerificationError("what arrived is not what was sent.")
+
+    monkeypatch.setattr(publish, "verify", refuse)
+    assert push("--execute", "--public").returncode == 3
+    assert hub.repos["model", REPO].private
+
+
+def test_a_folder_that_no_staging_wrote_is_never_replaced(push, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "README.md").write_text("my thesis")
+    (tmp_path / "out" / "config.json").write_text("{}")
+    done = push()
+    assert done.returncode == 2 and "Staging replaces only what it wrote itself" in done.stderr
+    assert (tmp_path / "out" / "README.md").read_text() == "my thesis"
+    shutil.rmtree(tmp_path / "out")
+    assert push().returncode == 0 and push().returncode == 0
+
+
+def test_links_out_of_a_folder_are_refused(push, tmp_path, drafter):
+    source = shutil.copytree(drafter, tmp_path / "linked")
+    (tmp_path / "diary.txt").write_text("private")
+    (source / "notes.json").symlink_to(tmp_path / "diary.txt")
+    done = push(source=source)
+    assert done.returncode == 2 and "has links (notes.json)" in done.stderr and not (tmp_path / "out").exists()
+
+
 def test_a_kernel_goes_to_the_branch_of_its_version(hub, push, tmp_path):
     kernel = tmp_path / "kernel"
     kernel.mkdir()

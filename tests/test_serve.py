@@ -38,6 +38,11 @@ def test_the_flat_export_is_written_and_the_launch_printed(drafter, tmp_path):
         in again.stdout
     )
     assert run("--drafter", str(drafter), "--output", str(flat)).exit_code == 0
+    # What is somebody's own is not.
+    (flat / "notes.md").write_text("mine")
+    refused = run("--drafter", str(drafter), "--output", str(flat))
+    assert refused.exit_code == 2 and "replaces only an earlier export of its own" in refused.stderr
+    assert (flat / "notes.md").read_text() == "mine"
 
 
 @pytest.mark.parametrize(("engine", "name"), [("vllm", "vLLM"), ("tensorrt-llm", "TensorRT-LLM")])
