@@ -24,7 +24,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
+import huggingface_hub
+import pytest
 
+
+needs_kernel_repositories = pytest.mark.skipif(
+    int(huggingface_hub.__version__.split(".")[0]) < 2,
+    reason="huggingface_hub before 2 knows no repositories of kernels",
+)
 TOKEN = "token-of-alice"
 USER = "alice"
 ORGANISATIONS = ("acme",)

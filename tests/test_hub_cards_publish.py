@@ -16,7 +16,7 @@ import pytest
 import torch
 from conftest import prompt, tiny_drafter, tiny_target, tiny_tokenizer
 from fresh_process import run_fresh
-from hub_server import TOKEN, running_hub
+from hub_server import TOKEN, needs_kernel_repositories, running_hub
 from huggingface_hub import constants
 from typer.testing import CliRunner
 
@@ -373,6 +373,7 @@ def test_links_out_of_a_folder_are_refused(push, tmp_path, drafter):
     assert done.returncode == 2 and "has links (notes.json)" in done.stderr and not (tmp_path / "out").exists()
 
 
+@needs_kernel_repositories
 def test_a_kernel_goes_to_the_branch_of_its_version(hub, push, tmp_path):
     kernel = tmp_path / "kernel"
     kernel.mkdir()

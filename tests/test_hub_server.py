@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hub_server import TOKEN, running_hub
+from hub_server import TOKEN, needs_kernel_repositories, running_hub
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 
@@ -28,7 +28,9 @@ def add(path: str, content: bytes) -> CommitOperationAdd:
     return CommitOperationAdd(path, content)
 
 
-@pytest.mark.parametrize("kind", ["model", "dataset", "space", "kernel"])
+@pytest.mark.parametrize(
+    "kind", ["model", "dataset", "space", pytest.param("kernel", marks=needs_kernel_repositories)]
+)
 def test_a_commit_holds_small_and_large_files(kind, hub, api, tmp_path):
     sdk = {"space_sdk": "gradio"} if kind == "space" else {}
     api.create_repo("acme/tiny", repo_type=kind, private=True, **sdk)
@@ -74,6 +76,7 @@ def test_a_pull_request_leaves_main_alone(hub, api):
     assert hub.files("acme/tiny", "refs/pr/1") == {"a": b"a"}
 
 
+@needs_kernel_repositories
 def test_files_are_deleted_and_branches_made(hub, api):
     hub.seed("acme/tiny", {"a": b"a", "b": b"b"}, repo_type="kernel")
     api.create_branch("acme/tiny", branch="v1", repo_type="kernel")

@@ -200,7 +200,7 @@ import engine
 pair = engine.engine_of_this_space()
 RESULTS["trace"] = list(pair.rounds({PROMPT!r}, {LENGTH}))[-1]
 RESULTS["module"] = type(pair.drafter).__module__
-RESULTS["ours"] = [name for name in sys.modules if name.split(".")[0] in ("modeling_domino", "gradio", "rich")]
+RESULTS["ours"] = [name for name in sys.modules if name.split(".")[0] in ("modeling_domino", "gradio")]
 """
     results = run_fresh(script, tmp_path)
     assert results["module"].startswith("transformers_modules.")
