@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..head_domino import DominoHead
 from ..taps_domino import TargetTaps
 from ..target_domino import TargetView
 from .losses import blend, cross_entropy, position_losses
@@ -208,15 +207,11 @@ class DominoTrainingModel(nn.Module):
         self, base: torch.Tensor, hidden: torch.Tensor, prefix_ids: torch.Tensor, scored: ScoredVocabulary
     ) -> torch.Tensor:
         """Base logits corrected by the head, from the true tokens or (TTT) from its own picks."""
-        if self.drafter.head is None:
+        head = self.drafter.head
+        if head is None:
             return base
-        first, activation, last = self.drafter.embed_proj
         if scored.ids is not None:
-            bias = None if last.bias is None else last.bias[scored.ids]
-            last = SimpleNamespace(weight=last.weight[scored.ids], bias=bias)
-        head = DominoHead(
-            self.drafter.prefix_gru, (first, activation, last), self.drafter.config.pure_draft_prefix_len
-        )
+            head = head.restricted(scored.rows_of)
         if not self.args.ttt:
             return head.teacher_forced(base, hidden, self.view.embed(prefix_ids, like=self.drafter.fc.weight))
         return self._self_fed_logits(head, base, hidden, prefix_ids[:, :1], scored)
@@ -283,6 +278,10 @@ class ScoredVocabulary:
         if self.ids is None:
             return tokens
         return torch.searchsorted(self.ids, tokens.contiguous())
+
+    def rows_of(self, last: nn.Linear) -> SimpleNamespace:
+        """The last layer of a correction with the scored tokens alone, as weight and bias that carry gradients."""
+        return SimpleNamespace(weight=last.weight[self.ids], bias=None if last.bias is None else last.bias[self.ids])
 
     def ids_of(self, indices: torch.Tensor) -> torch.Tensor:
         """The tokens at `indices` of the scored ones."""
