@@ -25,7 +25,7 @@ from transformers import DynamicCache
 from .cache_domino import DominoCache, cache_keyword, drop_last, start_recording
 from .drafting_domino import DraftOptions, draft_chain, draft_tree
 from .packed_domino import packed_pair
-from .record_domino import StageClock, name_of
+from .record_domino import StageClock, name_of, synchronize
 from .sizing_domino import Costs
 from .taps_domino import TargetTaps
 from .target_domino import TargetView
@@ -179,18 +179,13 @@ def _fastest(work: Callable[[], Any], device: torch.device) -> float:
     best = float("inf")
     # The first call warms up.
     for attempt in range(REPEATS + 1):
-        _synchronize(device)
+        synchronize(device)
         started = time.perf_counter()
         work()
-        _synchronize(device)
+        synchronize(device)
         if attempt > 0:
             best = min(best, time.perf_counter() - started)
     return best
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 def _read(path: Path) -> Costs | None:

@@ -175,6 +175,12 @@ class Run:
         }
 
 
+def synchronize(device: torch.device) -> None:
+    """Waits until `device` has done what it was given."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
 class StageClock:
     """Adds up seconds by stage between marks.
 
@@ -194,7 +200,7 @@ class StageClock:
         if not self._active:
             return
         if self._synchronize:
-            torch.accelerator.synchronize(self._device)
+            synchronize(self._device)
         now = time.perf_counter()
         self._seconds[stage] = self._seconds.get(stage, 0.0) + now - self._last
         self._last = now

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from .methods import Models, synchronize
+from ..record_domino import synchronize
+from .methods import Models
 
 
 BANDWIDTH_BYTES = 1 << 28

@@ -14,7 +14,7 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from ..generation_domino import RULES, open_loop
-from ..record_domino import Run, Step
+from ..record_domino import Run, Step, synchronize
 from ..tree_domino import TreeShape
 
 
@@ -243,9 +243,3 @@ class _StepClock(StoppingCriteria):
     def __call__(self, input_ids: torch.Tensor, scores, **kwargs) -> torch.Tensor:
         self.first = self.first or time.perf_counter()
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
-
-
-def synchronize(device: torch.device) -> None:
-    """Waits until `device` has done what it was given."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)

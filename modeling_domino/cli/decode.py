@@ -35,7 +35,7 @@ from modeling_domino.cli.pair import Pair, introduce, load_pair, require_sources
 from modeling_domino.facts import drafter_facts
 from modeling_domino.generation_domino import stream
 from modeling_domino.provenance import provenance
-from modeling_domino.record_domino import Run
+from modeling_domino.record_domino import Run, synchronize
 from modeling_domino.render.marks import TextPieces, classify_round
 from modeling_domino.render.terminal import draw_legend, draw_round, draw_text
 from modeling_domino.target_domino import check_pair
@@ -258,8 +258,7 @@ def timed(work: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
     """The result of `work` and the seconds until `device` has finished it."""
     start = time.perf_counter()
     result = work()
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
+    synchronize(device)
     return result, time.perf_counter() - start
 
 
