@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from conftest import require_peer
 
+from modeling_domino.atomic import write_json
 from modeling_domino.benchmark.blocks import render_blocks
-from modeling_domino.benchmark.records import read_records, write_json
+from modeling_domino.benchmark.records import read_records
 from modeling_domino.benchmark.report import (
     compare,
     main,

@@ -11,6 +11,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from ..atomic import write_json
+
 
 RECORDS = "records*.jsonl"
 PROVENANCE = "provenance.json"
@@ -92,13 +94,6 @@ def write_provenance(folder: Path, settings: dict[str, Any], session: dict[str, 
     sessions = read_provenance(folder)["sessions"] if (folder / PROVENANCE).is_file() else []
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / PROVENANCE, {"settings": settings, "sessions": [*sessions, session]})
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Writes aside and renames: a reader sees the old file or the new one."""
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    scratch.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    os.replace(scratch, path)
 
 
 def flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:

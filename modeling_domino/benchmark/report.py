@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..atomic import write_json
 from .plots import draw_plots, draw_throughput
 from .prompts import HUB_DATASETS, TASKS
-from .records import flatten, read_provenance, read_records, write_json
+from .records import flatten, read_provenance, read_records
 from .server import SERVER_RECORDS, read_levels, summarise_servers
 from .summary import (
     METHODS,

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from ..atomic import write_json
 from ..provenance import provenance
 from .config import CommandParser, DominoTrainingArguments
 from .evaluate import measure_tau, prompts_of
@@ -68,12 +69,16 @@ def main(argv: list[str] | None = None) -> dict:
     record = {"provenance": provenance(command=["domino", "ablate", *argv]), "arms": {}}
     for name in names:
         done = root / name / "arm.json"
-        if not done.exists():
+        if done.exists():
+            result = json.loads(done.read_text())
+        else:
             arm_args = replace(args, output_dir=str(root / name), **ARMS[name])
             result = run_arm(name, arm_args, pair, target, train_samples, eval_samples, ablation)
-            done.write_text(json.dumps(result, indent=1) + "\n")
-        record["arms"][name] = json.loads(done.read_text())
-    (root / "ablation.json").write_text(json.dumps(record, indent=1) + "\n")
+            if args.should_save:  # one process of several writes
+                write_json(done, result)
+        record["arms"][name] = result
+    if args.should_save:
+        write_json(root / "ablation.json", record)
     return record
 
 

@@ -9,13 +9,13 @@ greedy chains do not change, while trees and "auto" sizes weigh their drafts by 
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 
+from ..atomic import write_json
 from .data import BlockDataset, Sample, collate_blocks
 from .model import DominoTrainingModel
 
@@ -97,6 +97,4 @@ def write_temperatures(folder: Path, temperatures: list[float]) -> None:
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     config["draft_temperatures"] = temperatures
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    scratch.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    os.replace(scratch, path)
+    write_json(path, config)

@@ -6,10 +6,10 @@ target never wrote are not ranked, and so never drafted from a draft vocabulary.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..atomic import write_text
 from ..configuration_domino import DominoConfig
 from ..provenance import sha256_of
 from ..vocabulary_domino import DRAFT_VOCAB_FILE, check_ranking, ranking_text
@@ -70,7 +70,5 @@ def write_ranking(folder: Path, ranking: Ranking, data: list[Path], *, size: int
         "data_sha256": {path.name: sha256_of(path) for path in data},
     }
     path = folder / DRAFT_VOCAB_FILE
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    scratch.write_text(ranking_text(ids, **about), encoding="utf-8")
-    os.replace(scratch, path)
+    write_text(path, ranking_text(ids, **about))
     return path
