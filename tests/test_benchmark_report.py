@@ -306,6 +306,42 @@ def test_ablations_are_compared_by_what_differs(tmp_path):
     assert "| narrow | 2 | 0 | chain | 3.00 / 3 [3.00, 3.00] |" in text
 
 
+def test_variants_are_compared_with_their_method_and_methods_with_the_chain(tmp_path):
+    records = [each for each in sample_records() if each["temperature"] == 0]
+    for i in range(3):
+        # Two tokens a round in half the time of the chain's three: two thirds of tau, four thirds of the speed.
+        seconds = 0.075 * (1 + i)
+        records += [
+            record(name, f"gsm8k/{i}", accepted=[1] * 6, round_seconds=seconds)
+            for name in ("tree", "chain:verify-width=2")
+        ]
+    folder = folder_of(records, tmp_path / "run")
+    summary = write_report(folder)
+    assert [name for name in summary["results"] if name.startswith("chain")] == [
+        "chain",
+        "chain:verify-width=2",
+        "chain-stock",
+    ]
+    expected = {
+        "method": "chain",
+        "tau_ratio": 0.6667,
+        "tau_ratio_ci": [0.6667, 0.6667],
+        "speed_ratio": 1.3333,
+        "speed_ratio_ci": [1.3333, 1.3333],
+    }
+    for method in ("tree", "chain:verify-width=2"):
+        cells = summary["results"][method]
+        assert cells["gsm8k"]["beside"] == cells["average"]["beside"] == expected and cells["mt-bench"] == "not run"
+    assert "beside" not in summary["results"]["chain"]["average"]
+    assert summary["results"]["chain:verify-width=2"]["gsm8k"]["tau_cap"] == 3
+    report = (folder / "report.md").read_text()
+    assert "| tree / chain | 0.67 [0.67, 0.67] | not run | 0.67 [0.67, 0.67] |" in report
+    page = tmp_path / "page.md"
+    page.write_text("<!-- variants: run/summary.json -->\n<!-- /variants -->\n")
+    row = "| chain:verify-width=2 / chain | 2.00 / 3 [2.00, 2.00] | 2.67 [2.67, 2.67] | 0.67 [0.67, 0.67] | 1.33 [1.33, 1.33] |"
+    assert row in render_blocks(page)
+
+
 def test_the_result_blocks_of_a_page_come_from_the_files_they_name(tmp_path):
     write_report(folder_of(sample_records(), tmp_path / "run"))
     page = tmp_path / "page.md"

@@ -20,12 +20,13 @@ from typer.testing import CliRunner
 
 from modeling_domino import cli, drafting_domino, generation_domino, loop_domino, plug_domino, record_domino
 from modeling_domino.benchmark.machine import LINUX_PEAK, forget_peak_memory, peak_memory_mb, weight_bytes
-from modeling_domino.benchmark.methods import Models, Settings
+from modeling_domino.benchmark.methods import Models, Settings, with_options
 from modeling_domino.benchmark.plan import PAPER, benchmark_plan, deviations
 from modeling_domino.benchmark.prompts import Prompt, tasks_of_folder
 from modeling_domino.benchmark.records import RecordFile, key_of, read_provenance, read_records
 from modeling_domino.benchmark.run import METHODS, count_differing, expand_methods, models_facts, run_benchmark
 from modeling_domino.benchmark.summary import PLAIN, STAGES, decode_seconds
+from modeling_domino.benchmark.variants import options_of
 from modeling_domino.generation_domino import stream
 from modeling_domino.tree_domino import TreeShape
 
@@ -275,6 +276,51 @@ def test_methods_are_checked(pair):
     headless = Models(pair.target, pair.tokenizer, tiny_drafter(pair.target, with_head=False))
     with pytest.raises(ValueError, match="head-off needs a drafter with a Domino head"):
         expand_methods(["head-off"], headless)
+
+
+def test_variants_are_measured_beside_their_method(pair, tmp_path):
+    names = ["chain:verify-width=2", "chain", "tree:tree-nodes=3:tree-lanes=1", "chain:candidates=5:auto-off=on"]
+    records = run(pair, tmp_path, names, tasks={"one": TASKS["one"]})
+    assert {key[3] for key in records} == {*PLAIN, *names}
+    assert all(record["identical"] for record in records.values() if record["method"] in names)
+    drafted = {name: [d for r in records.values() if r["method"] == name for d in r["drafted"]] for name in names}
+    assert max(drafted["chain:verify-width=2"]) == 2 < max(drafted["chain"])
+    # One lane of three nodes is a path at most, and noted as its depth.
+    assert max(drafted["tree:tree-nodes=3:tree-lanes=1"]) <= 3
+    sampled = run(pair, tmp_path, ["chain:rule=match"], temperatures=(1.0,), tasks={"one": TASKS["one"]})
+    assert ("one", "one/0", 0, "chain:rule=match", 1.0) in sampled
+
+
+def test_the_options_of_a_variant_are_its_settings():
+    changed = with_options(SETTINGS, options_of("tree:tree-nodes=4:draft-vocab=9:auto-off=off"))
+    assert changed.tree == dataclasses.replace(SETTINGS.tree, nodes=4)
+    assert (changed.draft_vocab, changed.auto_off, changed.max_new_tokens) == (9, False, SETTINGS.max_new_tokens)
+    assert with_options(changed, options_of("tree:tree-nodes=auto")).tree == "auto"
+    assert with_options(SETTINGS, options_of("prompt-lookup:lookup-tokens=3")).lookup_tokens == 3
+    assert with_options(SETTINGS, options_of("chain")) == SETTINGS
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("chain:lanes=3", "each option once, got chain:lanes=3; options of chain: rule, verify-width"),
+        ("chain:rule=match:rule=block", "each option once"),
+        ("plain:rule=match", "options of plain: none"),
+        ("chain:verify-width=0", "`verify-width` must be a number of at least 1, or auto, got chain:verify-width=0"),
+        ("chain:candidates=all", "`candidates` must be a number of at least 0, got"),
+        ("chain:rule=greedy", "`rule` is match or speculative or block, got"),
+        ("medusa:verify-width=1", "no method medusa"),
+    ],
+)
+def test_variants_are_checked(pair, name, message):
+    with pytest.raises(ValueError, match=message):
+        expand_methods(["chain", name], pair)
+
+
+def test_greedy_decoding_has_no_rules_to_compare(pair, tmp_path):
+    with pytest.raises(ValueError, match="one rule, got chain:rule=match at temperature 0"):
+        run(pair, tmp_path, ["chain:rule=match"])
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_template_is_asked_for_or_left_out(pair, tmp_path):

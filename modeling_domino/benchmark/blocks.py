@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from .summary import NOT_RUN, by_temperature
-from .tables import number, speedup_text, table, tau_text
+from .summary import METHODS, NOT_RUN, by_temperature
+from .tables import number, ratio_text, speedup_text, table, tau_text
 
 
 def results_block(summary: dict[str, Any]) -> str:
@@ -50,12 +50,34 @@ def speed_block(summary: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
+def variants_block(summary: dict[str, Any]) -> str:
+    """The variants of a summary beside their methods, on average over tasks."""
+    parts = []
+    for temperature, results in by_temperature(summary).items():
+        rows = []
+        for name, cells in results.items():
+            cell = cells["average"]
+            if cell != NOT_RUN and not name.startswith("plain"):
+                pair = f"{name} / {cell['beside']['method']}" if cell.get("beside") else name
+                ratios = [
+                    ratio_text(cell, ratio) if cell.get("beside") else "" for ratio in ("tau_ratio", "speed_ratio")
+                ]
+                rows.append([pair, tau_text(cell), speedup_text(cell), *ratios])
+        header = ["method / compared with", "tau", "speed-up", "ratio of tau", "ratio of speed"]
+        tasks = [task for task in results["plain"] if task != "average"]
+        parts += [
+            f"Temperature {temperature}, average over {', '.join(tasks)}, {_answers(results)}:",
+            table(header, rows),
+        ]
+    return "\n\n".join(parts)
+
+
 def _methods_run(results: dict[str, Any]) -> dict[str, Any]:
-    """The drafting methods with a number."""
+    """The drafting methods with a number; variants have a block of their own."""
     return {
         name: cells
         for name, cells in results.items()
-        if not name.startswith("plain") and any(cell != NOT_RUN for cell in cells.values())
+        if name in METHODS[1:] and any(cell != NOT_RUN for cell in cells.values())
     }
 
 
@@ -67,12 +89,14 @@ def _answers(run: dict[str, Any]) -> str:
 def render_blocks(page: Path) -> str:
     """The text of a Markdown page with its result blocks made anew from the summaries that they name.
 
-    A block stands between `<!-- results: FILE -->` and `<!-- /results -->`; FILE is relative to the page.
+    A block stands between `<!-- results: FILE -->` and `<!-- /results -->`, or with `variants` for `results`; FILE is
+    relative to the page.
     """
 
     def block(match: re.Match) -> str:
         summary = json.loads((page.parent / match["file"]).read_text(encoding="utf-8"))
-        return f"{match['start']}\n\n{results_block(summary)}\n\n{speed_block(summary)}\n\n{match['end']}"
+        blocks = [results_block, speed_block] if match["kind"] == "results" else [variants_block]
+        return "\n\n".join([match["start"], *(make(summary) for make in blocks), match["end"]])
 
-    pattern = r"(?P<start><!-- results: (?P<file>\S+) -->)\n.*?(?P<end><!-- /results -->)"
+    pattern = r"(?P<start><!-- (?P<kind>results|variants): (?P<file>\S+) -->)\n.*?(?P<end><!-- /(?P=kind) -->)"
     return re.sub(pattern, block, page.read_text(encoding="utf-8"), flags=re.DOTALL)

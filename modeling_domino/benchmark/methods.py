@@ -7,7 +7,7 @@ rounds are the forwards of the target behind the one that reads the prompts.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from ..generation_domino import RULES, open_loop
 from ..record_domino import Run, Step, synchronize
 from ..tree_domino import TreeShape
+from .variants import method_of, options_of
 
 
 # Greedy decoding and trees have one rule each.
@@ -57,6 +58,19 @@ class Settings:
                 raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
         if self.rule not in (None, *SAMPLED_RULES):
             raise ValueError(f"`rule` is that of sampled chains: {', '.join(SAMPLED_RULES)}, got {self.rule}.")
+
+
+def with_options(settings: Settings, options: dict[str, str | int]) -> Settings:
+    """The settings of a variant."""
+    changed = {name.replace("-", "_"): value for name, value in options.items() if not name.startswith("tree-")}
+    if "auto_off" in changed:
+        changed["auto_off"] = changed["auto_off"] == "on"
+    shape = {name.removeprefix("tree-"): value for name, value in options.items() if name.startswith("tree-")}
+    if shape.get("nodes") == "auto":
+        changed["tree"] = "auto"
+    elif shape:
+        changed["tree"] = replace(TreeShape() if settings.tree == "auto" else settings.tree, **shape)
+    return replace(settings, **changed)
 
 
 @dataclass
@@ -104,11 +118,12 @@ def generation_options(temperature: float, max_new_tokens: int) -> dict[str, Any
 
 
 def generate(models: Models, method: str, inputs, options: dict[str, Any], settings: Settings) -> list[Measured]:
-    """One generation with one method; `inputs` are padded on the left if they hold several prompts."""
+    """One generation with one method or variant; `inputs` are padded on the left if they hold several prompts."""
+    settings = with_options(settings, options_of(method))
     rule = settings.rule if options["do_sample"] else None
     common = {name: getattr(settings, name) for name in ("verify_width", "candidates", "draft_vocab", "auto_off")}
     chain = {"rule": rule, **common}
-    match method:
+    match method_of(method):
         case "plain-generate":
             return by_generate(models, inputs, options)
         case "plain-loop":

@@ -30,7 +30,8 @@ from .summary import (
     histogram,
     summarise,
 )
-from .tables import number, published_tables, speedup_text, table, tau_text
+from .tables import number, published_tables, ratio_text, speedup_text, table, tau_text
+from .variants import method_of
 
 
 LEGEND = """\
@@ -85,7 +86,7 @@ def compare(folders: Sequence[Path]) -> str:
         for temperature, results in by_temperature(summary).items():
             chosen = [record for record in records if f"{record['temperature']:g}" == temperature]
             plain = [record for record in chosen if record["method"] == summary["plain_is"][temperature]]
-            for method in METHODS[1:]:
+            for method in [name for name in results if method_of(name) in METHODS[1:]]:
                 cell = results[method]["average"]
                 if cell != NOT_RUN:
                     cost = cost_model([record for record in chosen if record["method"] == method], plain)
@@ -250,14 +251,29 @@ def _temperature(name: str, records: Sequence[Record], results: dict[str, Any], 
             [_times(method, results[method]["average"]) for method in shown],
         ),
     ]
-    drafting = [method for method in METHODS[1:] if method in shown]
+    drafting = [method for method in shown if method_of(method) in METHODS[1:]]
     by_method = {method: [record for record in records if record["method"] == method] for method in drafting}
     return [
         *sections,
+        *_beside(results, tasks),
         _acceptance(by_method),
         _slots(by_method),
         _cost(by_method, plain, summary["provenance"]),
     ]
+
+
+def _beside(results: dict[str, Any], tasks: Sequence[str]) -> list[str]:
+    """Ratios to the chain, and of variants to their method; no section where there is none."""
+    sections = []
+    for ratio, title in (("tau_ratio", "tau"), ("speed_ratio", "speed")):
+        rows = [
+            [f"{method} / {cells['average']['beside']['method']}", *(ratio_text(cells[task], ratio) for task in tasks)]
+            for method, cells in results.items()
+            if cells["average"] != NOT_RUN and cells["average"].get("beside")
+        ]
+        if rows:
+            sections.append(f"### Ratio of {title}, paired over prompts\n\n{table(['methods', *tasks], rows)}")
+    return sections
 
 
 def _times(method: str, cell: dict[str, Any]) -> list[str]:

@@ -21,7 +21,8 @@ from .machine import forget_peak_memory, peak_memory_mb
 from .methods import BATCHED, Measured, Models, Settings, generate, generation_options
 from .prompts import Prompt
 from .records import RecordFile, check_settings, key_of, read_records, write_provenance
-from .summary import METHODS, PLAIN
+from .summary import METHODS, PLAIN, place_of
+from .variants import method_of, options_of
 
 
 WARM_UP_TOKENS = 8
@@ -53,7 +54,11 @@ def run_benchmark(
             that were made with other settings or prompts.
     """
     methods = expand_methods(methods, models)
-    if settings.batch_size > 1 and (single := [method for method in methods if method not in BATCHED]):
+    if 0 in temperatures and (ruled := [method for method in methods if "rule" in options_of(method)]):
+        raise ValueError(
+            f"Greedy decoding has one rule, got {', '.join(ruled)} at temperature 0; leave one of them out."
+        )
+    if settings.batch_size > 1 and (single := [method for method in methods if method_of(method) not in BATCHED]):
         raise ValueError(
             f"In batches run {', '.join(BATCHED[1:])}, got {', '.join(single)} with a batch size of {settings.batch_size}; "
             "leave them out, or measure them one prompt at a time."
@@ -91,20 +96,22 @@ def run_benchmark(
 
 def require_methods(methods: list[str], given: Mapping[str, Any]) -> None:
     """Refuses unknown methods, and those whose own model is not given; needs no model loaded."""
-    unknown = [method for method in methods if method not in METHODS]
+    unknown = [method for method in methods if method_of(method) not in METHODS]
     if unknown:
         raise ValueError(f"There is no method {', '.join(unknown)}; known: {', '.join(METHODS)}.")
+    for method in methods:
+        options_of(method)
     for method, model in given.items():
-        if method in methods and model is None:
+        if method in map(method_of, methods) and model is None:
             raise ValueError(f"The method {method} needs a model: name one with --{method}.")
 
 
 def expand_methods(methods: list[str], models: Models) -> list[str]:
     """Checks the methods' names and models; plain generation always comes first, in its two forms."""
     require_methods(methods, {"dflash": models.dflash, "assistant": models.assistant})
-    if "head-off" in methods and not models.drafter.config.has_head:
+    if "head-off" in map(method_of, methods) and not models.drafter.config.has_head:
         raise ValueError("The method head-off needs a drafter with a Domino head, this one has none; leave it out.")
-    return [*PLAIN, *(method for method in METHODS if method in methods and method != "plain")]
+    return [*PLAIN, *sorted({*methods} - {"plain"}, key=place_of)]
 
 
 @dataclass

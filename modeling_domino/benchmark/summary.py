@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from .prompts import TASKS
+from .variants import method_of, options_of
 
 
 METHODS = ("plain", "prompt-lookup", "assistant", "dflash", "head-off", "chain", "tree", "chain-stock")
@@ -31,6 +32,11 @@ RESAMPLES = 1000
 REST_LIMIT = 0.10
 
 Record = dict[str, Any]
+
+
+def place_of(method: str) -> tuple[int, str]:
+    """Where a method stands among others: as in `METHODS`, its variants behind it."""
+    return METHODS.index(method_of(method)), method
 
 
 def summarise(records: Sequence[Record], provenance: dict[str, Any], *, resamples: int = RESAMPLES) -> dict[str, Any]:
@@ -109,10 +115,12 @@ def _results(records: Sequence[Record], baseline: str, settings: dict[str, Any],
     tasks = [*(task for task in TASKS if task in present), *sorted(present - set(TASKS))]
     plain = {_prompt(record): record for record in records if record["method"] == baseline}
     results: dict[str, Any] = {}
-    for method in [METHODS[0], *PLAIN, *METHODS[1:]]:
+    drafting = {record["method"] for record in records} - {*PLAIN}
+    for method in [METHODS[0], *PLAIN, *sorted({*METHODS[1:], *drafting}, key=place_of)]:
         stored = baseline if method == "plain" else method
         cells: dict[str, Any] = {}
         strata = []
+        beside = None if method in ("plain", *PLAIN) else _beside(records, method, tasks, resamples)
         for task in tasks:
             pairs = [
                 (record, plain[_prompt(record)])
@@ -122,18 +130,54 @@ def _results(records: Sequence[Record], baseline: str, settings: dict[str, Any],
             if pairs:
                 strata.append(_units(pairs))
                 cells[task] = _cell(pairs, cap_of(stored, settings), resamples)
+                if beside is not None:
+                    cells[task]["beside"] = beside[task]
             else:
                 cells[task] = NOT_RUN
         cells["average"] = (
             _average([c for c in cells.values() if c != NOT_RUN], strata, resamples) if strata else NOT_RUN
         )
+        if beside is not None and strata:
+            cells["average"]["beside"] = beside["average"]
         results[method] = cells
     return results
 
 
+def _beside(
+    records: Sequence[Record], method: str, tasks: Sequence[str], resamples: int
+) -> dict[str, dict[str, Any] | None] | None:
+    """How a variant compares with its method, and a method with the chain, over the prompts that both have answered.
+
+    By task, and the mean over tasks: ratios of tau and of speed with paired intervals; `None` without the other.
+    """
+    other = "chain" if method in METHODS else method_of(method)
+    others = {_prompt(record): record for record in records if record["method"] == other}
+    if method == other or not others:
+        return None
+    strata = {}
+    for task in tasks:
+        own = [record for record in records if record["method"] == method and record["task"] == task]
+        strata[task] = _units([(record, others[_prompt(record)]) for record in own if _prompt(record) in others])
+
+    def ratios(chosen: list[Sequence[Unit]]) -> dict[str, Any] | None:
+        if not chosen:
+            return None
+        numbers: dict[str, Any] = {"method": other}
+        for name, statistic in (("tau_ratio", tau_ratio_of), ("speed_ratio", speedup_of)):
+            values = [statistic([sum(column) for column in zip(*units)]) for units in chosen]
+            known = [value for value in values if value is not None]
+            numbers[name] = statistics.fmean(known) if known else None
+            numbers[f"{name}_ci"] = bootstrap(chosen, statistic, resamples=resamples)
+        return _rounded(numbers)
+
+    filled = [units for units in strata.values() if units]
+    return {"average": ratios(filled), **{task: ratios([units] if units else []) for task, units in strata.items()}}
+
+
 def cap_of(method: str, settings: dict[str, Any]) -> int | None:
     """The most tokens a verification can give; `None` where the method sets no bound of its own."""
-    options = settings["settings"]
+    options = settings["settings"] | {name.replace("-", "_"): value for name, value in options_of(method).items()}
+    method = method_of(method)
     if method in PLAIN:
         return 1
     if method == "prompt-lookup":
@@ -149,10 +193,10 @@ Unit = tuple[float, ...]
 
 
 def _units(pairs: Sequence[tuple[Record, Record]]) -> list[Unit]:
-    """One unit a prompt: tokens and rounds, then decode seconds and tokens of the method and of the baseline."""
+    """One unit a prompt: tokens and rounds, decode seconds and tokens, then seconds, tokens and rounds of the other record."""
     units: dict[tuple, list[float]] = {}
     for record, plain in pairs:
-        unit = units.setdefault((record["task"], record["id"]), [0.0] * 6)
+        unit = units.setdefault((record["task"], record["id"]), [0.0] * 7)
         values = (
             decode_tokens(record),
             record["rounds"],
@@ -160,6 +204,7 @@ def _units(pairs: Sequence[tuple[Record, Record]]) -> list[Unit]:
             decode_tokens(record),
             decode_seconds(plain),
             decode_tokens(plain),
+            plain["rounds"],
         )
         for i, value in enumerate(values):
             unit[i] += value
@@ -174,6 +219,12 @@ def speedup_of(sums: Sequence[float]) -> float | None:
     if not (sums[2] > 0 and sums[3] and sums[5]):
         return None
     return (sums[4] / sums[5]) / (sums[2] / sums[3])
+
+
+def tau_ratio_of(sums: Sequence[float]) -> float | None:
+    if not (sums[1] and sums[5] and sums[6]):
+        return None
+    return (sums[0] / sums[1]) / (sums[5] / sums[6])
 
 
 def round_cost_of(sums: Sequence[float]) -> float | None:

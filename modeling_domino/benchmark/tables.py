@@ -32,6 +32,12 @@ def speedup_text(cell: Any) -> str:
     return NOT_RUN if cell == NOT_RUN else f"{number(cell['speedup'])}{interval(cell['speedup_ci'])}"
 
 
+def ratio_text(cell: Any, name: str) -> str:
+    """A ratio to another method, "tau_ratio" or "speed_ratio", and its interval."""
+    beside = None if cell == NOT_RUN else cell.get("beside")
+    return NOT_RUN if beside is None else f"{number(beside[name])}{interval(beside[f'{name}_ci'])}"
+
+
 def published_tables() -> str:
     """Published numbers, one table a set-up with its source and baseline."""
     published = json.loads(PUBLISHED.read_text(encoding="utf-8"))

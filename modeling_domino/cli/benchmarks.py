@@ -51,7 +51,9 @@ def bench(
         typer.Option(help="Measure the cost of a round by context instead: lengths in tokens, comma-separated."),
     ] = None,
     max_samples: Annotated[int | None, typer.Option(min=1, help="Most prompts of a task.")] = None,
-    methods: Annotated[str, typer.Option(help=f"Of {', '.join(METHODS)}; plain is always run.")] = "plain,chain,tree",
+    methods: Annotated[
+        str, typer.Option(help=f"Of {', '.join(METHODS)}, or variants like chain:verify-width=3; plain is always run.")
+    ] = "plain,chain,tree",
     temperatures: Annotated[str | None, typer.Option(help="Comma-separated; by default 0.")] = None,
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens an answer; by default 256.")] = None,
     preset: Annotated[str | None, typer.Option(help="paper: the papers' set-up; deviations are printed.")] = None,
