@@ -266,3 +266,15 @@ def unwritten_is_nan():
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    """The default pair: the target writes real text, its drafter may be untrained."""
+    from modeling_domino import default_pair
+
+    try:
+        target, tokenizer = default_pair.load_default_target()
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    return target, tokenizer, default_pair.load_default_drafter()[0]

@@ -438,18 +438,6 @@ def test_generation_config_of_the_target(target, path):
 REAL_PROMPTS = ["The capital of France is", "def fibonacci(n):\n", "Q: What is 17 + 25?\nA:"]
 
 
-@pytest.fixture(scope="module")
-def smollm2():
-    """The default pair: the target writes real text, its drafter may be untrained."""
-    from modeling_domino import default_pair
-
-    try:
-        target, tokenizer = default_pair.load_default_target()
-    except FileNotFoundError as error:
-        pytest.skip(str(error))
-    return target, tokenizer, default_pair.load_default_drafter()[0]
-
-
 def test_real_prompts(smollm2, monkeypatch):
     """Real text, and a stop string inside a block; spoilt copies of the text stand in for a trained drafter."""
     target, tokenizer, drafter = smollm2
