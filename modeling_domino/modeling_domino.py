@@ -38,6 +38,7 @@ from .configuration_domino import DominoConfig, how_to_use
 from .costs_domino import costs_of  # noqa: F401
 from .drafting_domino import draft_chain  # noqa: F401
 from .generation_domino import spec_generate
+from .graphs_domino import Graphs  # noqa: F401
 from .head_domino import DominoHead
 from .kernels_domino import KernelReport, kernel_report, set_kernels
 from .loop_domino import DecodeLoop  # noqa: F401
@@ -46,6 +47,7 @@ from .packed_domino import packed_pair  # noqa: F401
 from .plug_domino import Attachment, candidate_generator, install_plug, run_assisted
 from .record_domino import Run, get_last_runs
 from .sizing_domino import Costs  # noqa: F401
+from .static_domino import StaticLoop  # noqa: F401
 from .taps_domino import TargetTaps  # noqa: F401
 from .target_domino import (
     TargetView,  # noqa: F401
@@ -54,7 +56,7 @@ from .target_domino import (
 from .texts_domino import Texts  # noqa: F401
 from .tree_domino import DraftTree  # noqa: F401
 from .verification_domino import accept_match  # noqa: F401
-from .vocabulary_domino import DRAFT_VOCAB_FILE, ranking_text, read_ranking
+from .vocabulary_domino import DRAFT_VOCAB_FILE, check_ranking, ranking_text, read_ranking
 
 
 logger = logging.getLogger(__name__)
@@ -295,8 +297,6 @@ class DominoDraftModel(DominoPreTrainedModel):
         record_details (`bool`): also record what the backbone alone would have picked, and probabilities. Costs a
             softmax over the vocabulary per draft.
         use_head (`bool`): set to `False` to bypass the correction ("head off").
-        draft_ranking (`list[int]`, *optional*): the target's tokens, the most frequent first, as far as they were seen;
-            read from `draft_vocab.json` beside the weights. `draft_vocab=` says how many of them to draft from.
         context_window (`int`, *optional*): how many tokens of context the drafts are made from, the last ones; bounds
             the memory and the time of drafting in texts longer than those it was trained on. All by default.
         prepack (`bool`, *optional*): run on prepacked weights on a CPU, with a second copy of the target's linear layers
@@ -322,7 +322,7 @@ class DominoDraftModel(DominoPreTrainedModel):
             )
         self.use_head = True
         self.record_details = False
-        self.draft_ranking: list[int] | None = None
+        self._draft_ranking: list[int] | None = None
         self.context_window: int | None = None
         self.prepack: bool | None = None
         install_plug()
@@ -344,6 +344,19 @@ class DominoDraftModel(DominoPreTrainedModel):
     def head_state(self) -> str:
         """What corrects the drafts: "domino", "off" (bypassed) or "none" (DFlash)."""
         return "none" if not self.config.has_head else "domino" if self.use_head else "off"
+
+    @property
+    def draft_ranking(self) -> list[int] | None:
+        """The target's tokens, the most frequent first, as far as they were seen; read from `draft_vocab.json` beside the
+        weights. `draft_vocab=` says how many of them to draft from.
+        """
+        return self._draft_ranking
+
+    @draft_ranking.setter
+    def draft_ranking(self, ids: list[int] | None):
+        if ids is not None:
+            check_ranking(ids, self.config.vocab_size, source="`draft_ranking`")
+        self._draft_ranking = ids
 
     @property
     def last_run(self) -> Run | None:

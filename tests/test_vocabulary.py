@@ -74,6 +74,14 @@ def test_rows_are_those_of_the_layer_and_gathered_once(bias):
     torch.testing.assert_close(other.base_logits(layer, hidden), layer(hidden.bfloat16())[..., other.ids])
 
 
+@pytest.mark.parametrize("ids", [[], [1, 1], [64], [-1], [1.0], "12"])
+def test_a_ranking_that_is_set_is_checked(ids):
+    drafter = tiny_drafter(tiny_target())
+    with pytest.raises(ValueError, match="`draft_ranking` must list distinct token ids of the vocabulary of 64"):
+        drafter.draft_ranking = ids
+    assert drafter.draft_ranking is None
+
+
 def test_an_output_head_whose_rows_cannot_be_taken_out():
     class Quantised(nn.Linear):
         """Stands for a layer that stores its weights in a form of its own."""
