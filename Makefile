@@ -14,7 +14,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
 
-.PHONY: demo space test browser kernels screenshots space-record ci lint format wheel clean $(PEERS:%=test-%)
+.PHONY: demo space test browser kernels screenshots space-record results variants contexts pages ci lint format wheel clean $(PEERS:%=test-%)
 
 demo: .venv/stamp-demo
 	$(BIN)/domino demo $(if $(PROMPT),"$(PROMPT)")
@@ -39,6 +39,39 @@ screenshots: .venv/stamp-dev
 
 space-record: .venv/stamp-dev
 	DOMINO_RECORD=space_app/measured.json $(BIN)/python -m pytest -m browser tests/test_space_browser.py -k how_long
+
+# The default drafter's numbers, resumable: every method at temperature 0, plain, chain and tree at 1 (about an hour on two
+# cores); what its options are worth; the cost of a round by context. `pages` renders card and README from what they wrote.
+CARD := SmolLM2-135M-Instruct-Domino-b5
+BENCH := $(BIN)/domino bench --max-new-tokens 128
+TASKS := --tasks gsm8k,math500,humaneval,mbpp,mt-bench
+WIDTHS := 1 2 3 4 auto
+VARIANTS := chain $(WIDTHS:%=chain:verify-width=%) chain:candidates=0 chain:draft-vocab=8192 tree tree:tree-nodes=8 tree:tree-nodes=auto
+TREE := --tree-nodes 16 --tree-lanes 8 --tree-children 8
+
+results: .venv/stamp-dev
+	$(BENCH) $(TASKS) $(TREE) --out runs/results --max-samples 12 --temperatures 0 \
+		--methods plain,prompt-lookup,head-off,chain,tree,chain-stock
+	$(BENCH) $(TASKS) $(TREE) --out runs/results --max-samples 12 --temperatures 1 --methods plain,chain,tree
+	mkdir -p hub_cards/$(CARD)/results/benchmark
+	cp runs/results/summary.json hub_cards/$(CARD)/results/dev.json
+	cp runs/results/tasks.svg hub_cards/$(CARD)/results/
+	rm -f hub_cards/$(CARD)/results/benchmark/*
+	cp runs/results/records*.jsonl runs/results/provenance.json hub_cards/$(CARD)/results/benchmark/
+
+variants: .venv/stamp-dev
+	$(BENCH) $(TASKS) $(TREE) --out runs/variants --max-samples 4 --temperatures 0 \
+		--methods "$$(echo $(VARIANTS) | tr ' ' ,)"
+	cp runs/variants/summary.json hub_cards/$(CARD)/results/variants.json
+
+contexts: .venv/stamp-dev
+	$(BENCH) $(TREE) --out runs/contexts --contexts 128,512,1024,2048,4096 --methods chain,tree
+	cp runs/contexts/summary.json hub_cards/$(CARD)/results/contexts.json
+
+pages: .venv/stamp-dev
+	$(BIN)/domino card $(CARD)
+	$(BIN)/domino report --page README.md
+	$(BIN)/domino card README.md
 
 lint: .venv/stamp-dev
 	$(BIN)/ruff check .
