@@ -160,8 +160,9 @@ def test_a_dflash_drafter_says_so(folders):
 @pytest.mark.parametrize(
     "words, sentence",
     [
-        (["--rule", "match"], "`rule='match'` needs do_sample=True"),
-        (["--rule", "best"], "`rule` must be one of greedy, match, speculative"),
+        (["--rule", "match"], "`--rule match` does not go with temperature 0: give a --temperature above 0"),
+        (["--rule", "greedy", "--temperature", "1"], "temperature 1: leave out --temperature, or leave out --rule"),
+        (["--rule", "best"], "`--rule` must be one of greedy, match, speculative"),
         (["--dtype", "int8"], "`--dtype` must be auto, float32 or bfloat16, got int8"),
         (["--dtype", "float16"], "must run in bfloat16 or float32, got float16"),
         (["--device", "abacus"], "`--device` must be auto or name a device"),

@@ -33,7 +33,7 @@ from modeling_domino.cli.app import (
 )
 from modeling_domino.cli.pair import Pair, introduce, load_pair, require_sources, resolve_device
 from modeling_domino.facts import drafter_facts
-from modeling_domino.generation_domino import stream
+from modeling_domino.generation_domino import RULES, stream
 from modeling_domino.provenance import provenance
 from modeling_domino.record_domino import Run, synchronize
 from modeling_domino.render.marks import TextPieces, classify_round
@@ -92,6 +92,13 @@ def generate(
 ) -> None:
     """Generate with a target and a drafter, beside plain generation."""
     with one_sentence_errors(target, drafter):
+        if rule in RULES and (rule == "greedy") == (temperature > 0):
+            asked = "leave out --temperature" if rule == "greedy" else "give a --temperature above 0"
+            raise ValueError(
+                f"`--rule {rule}` does not go with temperature {temperature:g}: {asked}, or leave out --rule."
+            )
+        if rule not in (None, *RULES):
+            raise ValueError(f"`--rule` must be one of {', '.join(RULES)}, got {rule}.")
         options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
         if temperature > 0:
             options.update(temperature=temperature, top_k=top_k, top_p=top_p)
