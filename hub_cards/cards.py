@@ -41,7 +41,12 @@ UNCHOSEN = ("ORG", "v1")
 
 
 def render(
-    folder: Path, *, repo_id: str | None = None, tag: str = UNCHOSEN[1], facts: Path | None = None, licence: str = ""
+    folder: Path,
+    *,
+    repo_id: str | None = None,
+    tag: str = UNCHOSEN[1],
+    facts: Path | None = None,
+    licence: dict[str, str] | None = None,
 ) -> str:
     """The card of a folder.
 
@@ -50,7 +55,7 @@ def render(
         repo_id (`str`, *optional*): the repository; by default one of this name whose organisation is still open.
         tag (`str`): the tag that snippets pin.
         facts (`Path`, *optional*): where card.json or recipe.json lie, by default in `folder`.
-        licence (`str`, *optional*): of the source of a recipe, as its own card says.
+        licence (`dict`, *optional*): of the source of a recipe, as its own card names it in its front matter.
 
     Raises:
         ValueError: if the folder is none of these, or a file that the card is made from is missing.
@@ -60,7 +65,7 @@ def render(
         return _render_answers(folder, repo_id, tag)
     recipe = read_recipe(facts or folder)
     if recipe is not None:
-        about = {**recipe, "license": licence or "unknown"}
+        about = {**recipe, "license": "unknown", **(licence or {})}
     elif ((facts or folder) / FACTS).is_file():
         about = _read((facts or folder) / FACTS)
     else:
@@ -103,6 +108,8 @@ def _render_drafter(folder: Path, repo_id: str, tag: str, about: dict[str, Any])
     data = ModelCardData(
         language=about["language"],
         license=about["license"],
+        license_name=about.get("license_name"),
+        license_link=about.get("license_link"),
         library_name="transformers",
         pipeline_tag="text-generation",
         base_model=target,

@@ -7,22 +7,17 @@ folder can hold what nobody meant to publish. Every check returns sentences; [`r
 from __future__ import annotations
 
 import ast
-import fnmatch
-import gzip
-import json
 import re
 import sys
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
+from urllib.parse import unquote
 
 import yaml
 
-from hub_cards.answers import answer_facts
-from hub_cards.cards import training_end
-from modeling_domino import DominoConfig
-from modeling_domino.benchmark.tables import PUBLISHED
-from modeling_domino.facts import drafter_facts
+from hub_cards.files import file_problems
+from hub_cards.numbers import unknown_numbers
 from modeling_domino.stage import read_recipe
 
 
@@ -39,31 +34,16 @@ LICENCES = frozenset((Path(__file__).parent / "licences.txt").read_text(encoding
 REMOTE_CODE_PACKAGES = {"torch", "transformers", "huggingface_hub"}
 # transformers finds relative imports with this pattern, in docstrings too.
 LOADER_PATTERN = re.compile(r"^\s*from\s+\.(\S+)\s+import", flags=re.MULTILINE)
-
-DENIED_FILES = (
-    *("*.pt", "*.pth", "*.bin", "*.ckpt", "*.pkl", "*.pickle", "*.pyc", "*.pem", "*.key", "*.incomplete", "*.lock"),
-    *(".env*", ".netrc", ".DS_Store", "optimizer*", "scheduler.*", "rng_state*", "trainer_state.json"),
-)
-DENIED_FOLDERS = {"__pycache__", ".cache", ".git", ".ipynb_checkpoints", ".pytest_cache", ".ruff_cache", "wandb"}
-# The Hub's advice for a single file.
-MOST_BYTES = 20 << 30
-SECRETS = {
-    "a Hugging Face token": r"hf_[A-Za-z0-9]{30,}",
-    "a token of an organisation on the Hub": r"api_org_[A-Za-z0-9]{30,}",
-    "a GitHub token": r"ghp_[A-Za-z0-9]{36}|github_pat_[A-Za-z0-9_]{22,}",
-    "an API key": r"sk-[A-Za-z0-9_-]{20,}",
-    "an AWS key": r"AKIA[0-9A-Z]{16}",
-    "a private key": r"-----BEGIN [A-Z ]*PRIVATE KEY-----",
+# The parts of a snippet that take a repository: the argument that names it, its place, and whether its code is run.
+LOADERS = {
+    "from_pretrained": ("pretrained_model_name_or_path", 0, True),
+    "pipeline": ("model", 1, True),
+    "generate": ("custom_generate", None, True),
+    "load_dataset": ("path", 0, False),
+    "snapshot_download": ("repo_id", 0, False),
+    "hf_hub_download": ("repo_id", 0, False),
+    "get_kernel": ("repo_id", 0, True),
 }
-# Not within a longer word; the last letter of an escape (\n in JSON, %3D in an address, ESC[31m) is no word.
-SECRET_BEGINS = rb"(?:(?<![A-Za-z0-9_-])|(?<=\\[nrt])|(?<=%[0-9A-Fa-f]{2})|(?<=[0-9]m))"
-SECRET_PATTERNS = {
-    what: re.compile(SECRET_BEGINS + rb"(?:" + pattern.encode() + rb")") for what, pattern in SECRETS.items()
-}
-# Not followed by a letter: a speed-up's x is, "4B" is a name.
-NUMBER = re.compile(r"(?<![\w.,/-])\d+(?:[.,]\d+)*(?=x?(?![\w]))")
-# Records behind a result are thousands of numbers, among which any claim would be found.
-LONG_KEYS = {"log_history", "curve"}
 
 
 class LintError(ValueError):
@@ -90,35 +70,6 @@ def require_clean(folder: Path, repo_type: str, repo_id: str | None = None) -> N
         problems += code_problems(folder)
     if problems:
         raise LintError(folder, problems)
-
-
-# ---- files
-
-
-def file_problems(folder: Path) -> list[str]:
-    """Files that have no business in a repository, and secrets in those that have."""
-    problems = []
-    for path in sorted(path for path in folder.rglob("*") if path.is_file() or path.is_symlink()):
-        name = path.relative_to(folder)
-        if path.is_symlink():
-            problems.append(f"{name} is a link; publish the file itself.")
-        elif DENIED_FOLDERS & set(name.parts[:-1]) or any(fnmatch.fnmatch(name.name, deny) for deny in DENIED_FILES):
-            problems.append(f"{name} is not for publishing (training state, cache, pickle or secret); remove it.")
-        elif path.stat().st_size > MOST_BYTES:
-            problems.append(f"{name} has {path.stat().st_size:,} bytes; split it below {MOST_BYTES:,}.")
-        elif path.suffix != ".safetensors":
-            problems += [f"{name} contains {what}; remove and revoke it." for what in secrets_in(path)]
-    return problems
-
-
-def secrets_in(path: Path) -> Iterator[str]:
-    """What kinds of secrets a file contains, compressed or not."""
-    content = path.read_bytes()
-    if path.suffix == ".gz":
-        content = gzip.decompress(content)
-    for what, pattern in SECRET_PATTERNS.items():
-        if pattern.search(content):
-            yield what
 
 
 # ---- remote code
@@ -191,22 +142,29 @@ def card_problems(folder: Path, repo_type: str, repo_id: str | None = None) -> l
     """What is wrong with the card of a folder: front matter, snippets, links, and numbers that no result file holds."""
     if not (folder / CARD).is_file():
         return [f"{CARD} is missing; `domino card` renders it."]
-    text = (folder / CARD).read_text(encoding="utf-8")
+    try:
+        text = (folder / CARD).read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        return [f"{CARD} is not UTF-8; `domino card` renders it."]
     head, body = split_card(text)
     if head is None:
         return [f"{CARD} has no front matter; `domino card` renders it."]
-    problems = list(_front_matter_problems(head, repo_type))
-    # Broken YAML names no target, so what snippets load could not be told apart.
-    if not any("no YAML" in problem for problem in problems):
-        problems += _snippet_problems(body, yaml.safe_load(head) or {}, repo_id)
+    problems = []
+    try:
+        metadata = front_matter(head)
+    except ValueError as error:
+        # It names no target, so what snippets load could not be told apart.
+        problems.append(str(error))
+    else:
+        problems += _front_matter_problems(head, metadata, repo_type)
+        problems += _licence_problems(metadata, unchosen=read_recipe(folder) is not None)
+        problems += _snippet_problems(body, metadata, repo_id)
     problems += _link_problems(body, folder)
     bold = re.search(r"^\*\*[^*]*not a standalone model[^*]*\*\*", body, flags=re.MULTILINE)
     if repo_type == "model" and not bold:
         problems.append("must say in bold that this is a drafter, not a standalone model")
     if repo_type in ("model", "dataset"):
-        known, texts = known_numbers(folder)
-        unknown = [number for number in numbers_in(body) if not _is_known(number, known, texts)]
-        problems += [f"states {number}, which no result file holds" for number in dict.fromkeys(unknown)]
+        problems += [f"states {number}, which no result file holds" for number in unknown_numbers(body, folder)]
     return [f"{CARD} {problem}." for problem in problems]
 
 
@@ -216,28 +174,50 @@ def split_card(text: str) -> tuple[str | None, str]:
     return (match[1], match[2]) if match else (None, text)
 
 
-def _front_matter_problems(head: str, repo_type: str) -> Iterator[str]:
+def front_matter(head: str) -> dict[str, Any]:
+    """The keys of a card's front matter.
+
+    Raises:
+        ValueError: if it is no YAML, or something else than keys.
+    """
     try:
-        node = yaml.compose(head, Loader=yaml.SafeLoader)
-    except yaml.YAMLError as error:
-        yield f"has front matter that is no YAML ({' '.join(str(error).split())})"
-        return
-    yield from (f"has the key {key} twice in its front matter" for key in _duplicates(node))
-    metadata = yaml.safe_load(head) or {}
+        metadata = yaml.safe_load(head)
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(f"has front matter that is no YAML ({' '.join(str(error).split())})") from None
+    if not isinstance(metadata, dict | None):
+        raise ValueError(f"has front matter that must be keys with values, and is a {type(metadata).__name__}")
+    return metadata or {}
+
+
+def _front_matter_problems(head: str, metadata: dict[str, Any], repo_type: str) -> Iterator[str]:
+    yield from (
+        f"has the key {key} twice in its front matter"
+        for key in _duplicates(yaml.compose(head, Loader=yaml.SafeLoader))
+    )
     yield from (f"lacks {key} in its front matter" for key in REQUIRED_KEYS[repo_type] if not metadata.get(key))
-    licences = metadata.get("license") or []
-    for licence in [licences] if isinstance(licences, str) else licences:
-        if licence not in LICENCES:
-            yield f"names the licence {licence}, which the Hub does not know"
     if repo_type == "model" and metadata.get("library_name") not in (None, "transformers"):
         yield f"names the library {metadata['library_name']}, it must be transformers"
     if repo_type == "space" and not re.fullmatch(r"\d+\.\d+\.\d+", str(metadata.get("sdk_version"))):
         yield f"needs a full sdk_version such as 6.31.0, has {metadata.get('sdk_version')}"
 
 
+def _licence_problems(metadata: dict[str, Any], *, unchosen: bool) -> Iterator[str]:
+    """With `unchosen` it is that of a recipe's source, which a push asks for."""
+    licences = metadata.get("license") or []
+    for licence in licences if isinstance(licences, list) else [licences]:
+        if not isinstance(licence, str):
+            yield f"names a licence that is no text, {licence!r}"
+        elif licence not in LICENCES:
+            yield f"names the licence {licence}, which the Hub does not know"
+        elif licence == "unknown" and not unchosen:
+            yield "names the licence unknown, under which nobody may use it"
+        elif licence == "other" and not (metadata.get("license_name") and metadata.get("license_link")):
+            yield "names the licence other without license_name and license_link"
+
+
 def _duplicates(node: yaml.Node | None) -> Iterator[str]:
     if isinstance(node, yaml.MappingNode):
-        keys = [key.value for key, _ in node.value]
+        keys = [str(key.value) for key, _ in node.value]
         yield from dict.fromkeys(key for key in keys if keys.count(key) > 1)
         for _, value in node.value:
             yield from _duplicates(value)
@@ -248,93 +228,56 @@ def _duplicates(node: yaml.Node | None) -> Iterator[str]:
 
 def python_blocks(body: str) -> list[str]:
     """The Python snippets of a Markdown text."""
-    return re.findall(r"^```python\n(.*?)^```", body, flags=re.MULTILINE | re.DOTALL)
+    fence = r"^ {0,3}(?P<fence>```+|~~~+)[ \t]*\{?\.?(?:python|py)\d?\b[^\n]*\n(?P<code>.*?)^ {0,3}(?P=fence)"
+    found = re.finditer(fence, body, flags=re.MULTILINE | re.DOTALL | re.IGNORECASE)
+    return [match["code"] for match in found]
 
 
 def _snippet_problems(body: str, metadata: dict[str, Any], repo_id: str | None) -> Iterator[str]:
     targets = metadata.get("base_model") or []
-    targets = {targets} if isinstance(targets, str) else set(targets)
+    targets = targets if isinstance(targets, list) else [targets]
     for number, block in enumerate(python_blocks(body), start=1):
         try:
             tree = ast.parse(block)
-        except SyntaxError as error:
-            yield f"has a snippet that does not compile (snippet {number}: {error.msg})"
+        except (SyntaxError, ValueError) as error:
+            yield f"has a snippet that does not compile (snippet {number}: {getattr(error, 'msg', error)})"
             continue
         for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
-            named = {keyword.arg: keyword.value for keyword in call.keywords}
-            loads = getattr(call.func, "attr", None) == "from_pretrained" and call.args
-            repo = named.get("custom_generate") or (call.args[0] if loads else None)
-            # What a variable holds cannot be told; a target is loaded by transformers' own code.
-            if not isinstance(repo, ast.Constant) or repo.value in targets:
+            repo, runs_code = _loaded(call)
+            # A target is loaded by transformers' own code.
+            if repo is None or repo in targets:
                 continue
-            if getattr(named.get("trust_remote_code"), "value", None) is not True:
-                yield f"has a snippet that uses {repo.value} without trust_remote_code=True (snippet {number})"
-            if "revision" not in named:
-                yield f"has a snippet that uses {repo.value} without revision= (snippet {number})"
-            if repo_id is not None and repo.value != repo_id:
-                yield f"has a snippet that uses {repo.value}, but is the card of {repo_id} (snippet {number})"
+            named = {keyword.arg: keyword.value for keyword in call.keywords}
+            # A kernel's version is a branch, and its code is trusted by name.
+            trusted = ast.unparse(named["trust_remote_code"]) if "trust_remote_code" in named else ""
+            if runs_code and trusted not in ("True", repr([repo])):
+                yield f"has a snippet that uses {repo} without trust_remote_code=True (snippet {number})"
+            if not {"revision", "version"} & named.keys():
+                yield f"has a snippet that uses {repo} without revision= (snippet {number})"
+            if repo_id is not None and repo != repo_id and (runs_code or trusted):
+                yield f"has a snippet that uses {repo}, but is the card of {repo_id} (snippet {number})"
+
+
+def _loaded(call: ast.Call) -> tuple[str | None, bool]:
+    """The repository that a call names, if it does, and whether the repository's code is run."""
+    name = getattr(call.func, "attr", getattr(call.func, "id", None))
+    named = {keyword.arg: keyword.value for keyword in call.keywords}
+    argument, place, runs_code = LOADERS.get(name, ("custom_generate", None, True))
+    repo = named.get(argument)
+    if repo is None and place is not None and len(call.args) > place:
+        repo = call.args[place]
+    # What a variable holds cannot be told.
+    return (repo.value if isinstance(repo, ast.Constant) and isinstance(repo.value, str) else None), runs_code
 
 
 def _link_problems(body: str, folder: Path) -> Iterator[str]:
-    for target in re.findall(r"\]\(([^)\s]+)", body):
-        if not target.startswith(("https://", "#", "mailto:")) and not (folder / target.split("#")[0]).exists():
+    body = re.sub(r"^(```+|~~~+).*?^\1|`[^`\n]*`", " ", body, flags=re.MULTILINE | re.DOTALL)
+    links = r"\]\(<?([^)>\s]+)|^ {0,3}\[(?!\^)[^\]]+\]:\s*<?([^>\s]+)|\b(?:src|href)\s*=\s*[\"']([^\"']+)"
+    for target in ("".join(found) for found in re.findall(links, body, flags=re.MULTILINE)):
+        if target.startswith(("https://", "#", "mailto:")):
+            continue
+        path = PurePosixPath(unquote(target).split("#")[0].replace("\\", "/"))
+        if path.is_absolute() or ".." in path.parts or re.match(r"[A-Za-z][\w+.-]*:", target):
+            yield f"links to {target}, which is outside of the folder"
+        elif not (folder / path).exists():
             yield f"links to {target}, which is not in the folder"
-
-
-# ---- numbers
-
-
-def numbers_in(body: str) -> list[str]:
-    """The numbers that a Markdown text states, outside of code, links and comments."""
-    for pattern in (r"^```.*?^```", r"`[^`\n]*`", r"<!--.*?-->", r"\]\([^)]*\)", r"https?://\S+"):
-        body = re.sub(pattern, " ", body, flags=re.MULTILINE | re.DOTALL)
-    return NUMBER.findall(body)
-
-
-def known_numbers(folder: Path) -> tuple[set[float], str]:
-    """What the JSON files of a folder hold, and this project's data behind all cards: numbers, and the texts with more."""
-    values: list[Any] = [json.loads(path.read_text(encoding="utf-8")) for path in _sources(folder)]
-    if recipe := read_recipe(folder):
-        values.append(drafter_facts(DominoConfig.from_dict(recipe["config"])))
-    elif (folder / "config.json").is_file():
-        values.append(drafter_facts(DominoConfig.from_pretrained(folder)))
-    if (folder / "regenerate.json").is_file():
-        values.append(answer_facts(folder))
-    if (folder / "training.json").is_file():
-        values.append(training_end(json.loads((folder / "training.json").read_text(encoding="utf-8"))))
-    # What the templates state is not about one drafter.
-    templates = (Path(__file__).parent / "templates").glob("*.md")
-    numbers, texts = set(), [" ".join(numbers_in(path.read_text(encoding="utf-8"))) for path in templates]
-    while values:
-        value = values.pop()
-        if isinstance(value, dict):
-            values += [inner for key, inner in value.items() if key not in LONG_KEYS]
-        elif isinstance(value, list):
-            values += value
-            # Counts of what is listed.
-            numbers.add(float(len(value)))
-        elif isinstance(value, str):
-            texts.append(value)
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            numbers.add(float(value))
-    return numbers, "\n".join(texts)
-
-
-def _sources(folder: Path) -> list[Path]:
-    own = [
-        folder / name for name in ("config.json", "recipe.json", "training.json", "ablation.json", "regenerate.json")
-    ]
-    shared = sorted(Path(__file__).parent.glob("*.json"))
-    files = [path for path in own if path.is_file()] + sorted(folder.glob("results/*.json"))
-    return [*files, *shared, PUBLISHED]
-
-
-def _is_known(number: str, known: set[float], texts: str) -> bool:
-    plain = re.sub(r"(?<=\d),(?=\d{3})", "", number)
-    if plain.count(".") > 1 or "," in plain:
-        return number in texts
-    digits = len(plain.partition(".")[2])
-    value = float(plain)
-    if re.search(rf"(?<![\d.]){re.escape(number)}(?![\d.])", texts):
-        return True
-    return any(round(each * scale, digits) == value for each in known for scale in (1, 100))

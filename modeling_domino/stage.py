@@ -1,4 +1,4 @@
-"""Staging: a complete Hub repository in `dist/NAME`, from a drafter in any format.
+"""Staging: a complete Hub repository in `dist/ORG--NAME`, from a drafter in any format.
 
 What `domino stage` writes is what a push uploads: weights, config, exactly the `_domino.py` files, `custom_generate/`
 and the card. `custom_generate` is not told which repository it came from and a repository cannot know its own commit, so
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +32,12 @@ CARD_FILES = ("README.md", "LICENSE", "NOTICE", "training.json", "ablation.json"
 RESULTS = "results"
 # A folder with a recipe holds no weights: it names a published drafter, the revision to take, and what must be there.
 RECIPE = "recipe.json"
+# What `git check-ref-format` refuses, and names that mean something else: options, branches, other refs, commits.
+UNFIT_TAG = re.compile(
+    r"[\x00-\x20\x7f~^:?*\[\\]|\.\.|@\{|//|(^|/)\.|\.lock(/|$)|[/.]$|^[-/]|^@?$"
+    r"|^(main|master|head)$|^refs(/|$)|^[0-9a-f]{40}$",
+    flags=re.IGNORECASE,
+)
 
 
 class StampError(ValueError):
@@ -51,7 +58,7 @@ def stage(
         source (`str`): the name of a folder in `hub_cards/`, or any folder with a drafter or a recipe for one.
         repo_id (`str`, *optional*): id of the repository to be; without it `custom_generate` needs `assistant_model=`.
         tag (`str`, *optional*): the tag about to be created there.
-        output (`Path`, *optional*): the folder to write, by default `dist/NAME` in the checkout; it is replaced.
+        output (`Path`, *optional*): the folder to write, by default `dist/ORG--NAME` (or `dist/NAME`) in the checkout; it is replaced.
         card (`Callable`, *optional*): makes the card of the folder that is being written; by default the source's is taken.
 
     Returns:
@@ -67,8 +74,9 @@ def stage(
         raise ValueError(f"A repository is stamped with its id and its tag, got --repo-id {repo_id} and --tag {tag}.")
     if repo_id is not None:
         validate_repo_id(repo_id)
+        require_tag(tag)
     if output is None:
-        output = _dist() / (repo_id or folder.name).split("/")[-1]
+        output = staging_folder(repo_id or folder.name)
     if output.exists() and not (output / "config.json").is_file():
         raise ValueError(f"Staging replaces only a folder with a config.json, got {output}; choose another --output.")
     with written_at_once(output) as work:
@@ -94,6 +102,18 @@ def stage(
         if repo_id is not None:
             (work / STAMP).write_text(stamp_text(work, repo_id, tag))
     return output, report
+
+
+def require_tag(tag: str) -> None:
+    """Refuses a name that cannot be a tag, or would be taken for something else.
+
+    Raises:
+        ValueError: with what a tag is.
+    """
+    if UNFIT_TAG.search(tag):
+        raise ValueError(
+            f"A tag is a name that git accepts, and no branch, such as v1, got {tag!r}; choose another --tag."
+        )
 
 
 def source_folder(source: str) -> Path:
@@ -124,9 +144,9 @@ def _require_recipe(recipe: dict[str, Any], folder: Path) -> None:
         )
 
 
-def staged_folder(source: str) -> Path:
-    """The folder that staging `source` wrote: `source` itself if it is one, or the one of that name in dist/."""
-    return Path(source) if (Path(source) / STAMP).is_file() else _dist() / Path(source).name
+def staged_folder(source: str, repo_id: str | None = None) -> Path:
+    """The folder that staging `source` wrote: `source` itself if it is one, or the one in dist/."""
+    return Path(source) if (Path(source) / STAMP).is_file() else staging_folder(repo_id or Path(source).name)
 
 
 def stamp_text(folder: Path, repo_id: str, tag: str) -> str:
@@ -175,7 +195,12 @@ def files_sha256(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def _dist() -> Path:
+def staging_folder(name: str) -> Path:
+    """Where a repository is staged, apart from one of the same name in another organisation.
+
+    Raises:
+        ValueError: where the package is installed without the repository around it.
+    """
     if not (CHECKOUT / "pyproject.toml").is_file():
         raise ValueError("`domino stage` works on dist/ of a checkout and this package is installed; pass --output.")
-    return CHECKOUT / "dist"
+    return CHECKOUT / "dist" / name.replace("/", "--")

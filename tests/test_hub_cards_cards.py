@@ -16,7 +16,7 @@ from modeling_domino.cli.checkout import from_checkout
 ROOT = Path(__file__).parent.parent
 cards = from_checkout("hub_cards.cards", "card")
 lint = from_checkout("hub_cards.lint", "card")
-publish = from_checkout("hub_cards.publish", "card")
+staging = from_checkout("hub_cards.staging", "card")
 FOLDERS = sorted(path.parent for path in (ROOT / "hub_cards").glob("*/README.md") if path.parent.name != "templates")
 DEFAULT = ROOT / "hub_cards" / "SmolLM2-135M-Instruct-Domino-b5"
 
@@ -39,7 +39,7 @@ def test_the_committed_card_is_what_the_command_renders(folder):
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_the_committed_card_passes_the_check(folder):
-    assert lint.card_problems(folder, publish.kind_of(folder), f"ORG/{folder.name}") == []
+    assert lint.card_problems(folder, staging.kind_of(folder), f"ORG/{folder.name}") == []
 
 
 def test_the_readme_has_the_engine_table_of_the_cards():

@@ -34,6 +34,7 @@ ROOT = Path(__file__).parent.parent
 REPO, TARGET = "acme/tiny-domino", "acme/tiny-target"
 lint = from_checkout("hub_cards.lint", "push")
 publish = from_checkout("hub_cards.publish", "push")
+staging = from_checkout("hub_cards.staging", "push")
 PROVENANCE = {
     "dtype": "float32",
     "command": "cli.py bench --out runs/tiny",
@@ -299,7 +300,7 @@ def test_what_goes_wrong_on_the_hub_leaves_it_as_it_was(hub, push):
     assert hub.writes == [] and hub.files(REPO) == {"README.md": b"newer"}
     # A commit that arrives, and a tag that does not: the next run only tags.
     hub.on("POST .*/tag/", 500)
-    assert "500" in error_of(push("--execute"))
+    assert "The files are in acme/tiny-domino, v1 is not made" in error_of(push("--execute"))
     assert report_of(push("--execute"))["sent"] is False
     assert hub.writes == [f"commit model {REPO}", f"tag model {REPO}"]
 
@@ -373,14 +374,118 @@ def test_links_out_of_a_folder_are_refused(push, tmp_path, drafter):
     assert done.returncode == 2 and "has links (notes.json)" in done.stderr and not (tmp_path / "out").exists()
 
 
+def test_only_what_was_checked_is_sent(hub, push, tmp_path):
+    staged = tmp_path / "out"
+    hub.on("GET /api/whoami-v2", lambda: (staged / "training.json").write_text('{"token": "private"}'))
+    assert f"what was checked, but {staged / 'training.json'} changed since" in error_of(push("--execute"))
+    assert hub.writes == []
+    hub.on("GET /api/whoami-v2", lambda: (staged / "diary.txt").write_text("private"))
+    assert report_of(push("--execute"))["verified"] and "diary.txt" not in hub.files(REPO)
+
+
+@pytest.mark.parametrize(
+    "tag",
+    [*("", "main", "HEAD", "refs/tags/v1", "-v1", ".v1", "v 1", "v..1", "v1.lock", "v1/", "v1~2", "v@{1}"), "0a" * 20],
+)
+def test_a_name_that_is_no_tag_is_refused_before_any_work(tag, hub, push, tmp_path):
+    for words in ((), ("--execute",), ("--verify",)):
+        done = push(f"--tag={tag}", *words)
+        assert f"A tag is a name that git accepts, and no branch, such as v1, got {tag!r}" in error_of(done)
+    assert hub.requests == [] and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("words", [{"tag": "v1"}, {"revision": "v1"}])
+def test_a_name_that_is_taken_is_told_in_the_plan(words, hub, push):
+    hub.seed(REPO, {"README.md": b"other"})
+    hub.seed(REPO, {"README.md": b"other"}, **words)
+    told = report_of(push())["refused"]
+    assert ("taken by other files" if "tag" in words else "has a branch named v1") in told
+    assert error_of(push("--execute")) == f"Error: {told}" and hub.writes == []
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--verify", "--execute", "--pr"], "`--verify` sends nothing; leave out --execute, --pr, or --verify."),
+        (["--verify"], "lies outside; verify one inside."),
+        (["--git-tag", "v1"], "add --verify, or leave it out."),
+        (["--pr", "--public"], "A pull request proposes files and changes nothing else; leave out --public, or --pr."),
+        (["--pr", "--collection", "All"], "leave out --collection, or --pr."),
+    ],
+)
+def test_options_that_could_not_be_followed_are_refused(words, message, hub, push, tmp_path):
+    assert message in error_of(push(*words))
+    assert hub.requests == [] and not (tmp_path / "out").exists()
+
+
+def test_a_repository_that_somebody_else_made_meanwhile_is_not_taken_over(hub, push):
+    hub.on("POST /api/repos/create", lambda: hub.seed(REPO, {"README.md": b"theirs"}))
+    assert "changed while this ran; look at what changed" in error_of(push("--execute"))
+    assert hub.writes == [] and hub.files(REPO) == {"README.md": b"theirs"}
+    # The plan that was shown is carried out, or none.
+    hub.on("GET /api/whoami-v2", lambda: hub.seed(REPO, {"README.md": b"newer"}))
+    assert "changed while this ran; look at what changed" in error_of(push("--execute"))
+    assert hub.writes == [] and hub.files(REPO) == {"README.md": b"newer"}
+
+
+@pytest.mark.parametrize(
+    ("request_", "state"),
+    [
+        ("POST /api/collections", "is published at v1, but not in the collection All"),
+        ("PUT /api/models/.*/settings", "is there at v1, still private"),
+        ("GET /api/models/.*/tree/v1", "at v1 is not verified"),
+    ],
+)
+def test_what_fails_after_the_commit_says_how_far_it_came_and_follows_with_the_next_run(request_, state, hub, push):
+    words = ("--execute", "--public", "--collection", "All")
+    hub.on(request_, 403)
+    assert f"Error: {REPO} {state}" in error_of(push(*words))
+    done = report_of(push(*words))
+    assert done["sent"] is False and done["collection"] and not hub.repos["model", REPO].private
+    assert len(hub.writes) == len(set(hub.writes)) == 6
+
+
+def write_kernel(folder: Path) -> Path:
+    """A folder as kernels/."""
+    folder.mkdir()
+    (folder / "build.toml").write_text('[general]\nname = "tiny"\n')
+    (folder / "CARD.md").write_text("---\nlicense: apache-2.0\n---\n\n# tiny kernel\n")
+    script = "import pathlib, sys\nfolder = pathlib.Path(sys.argv[2], 'torch-cpu')\nfolder.mkdir(parents=True)\n"
+    (folder / "build.py").write_text(script + "(folder / 'metadata.json').write_text('{}')\n")
+    return folder
+
+
+@needs_kernel_repositories
+def test_a_kernels_pull_request_goes_to_its_version(hub, push, tmp_path):
+    words = {"source": write_kernel(tmp_path / "kernel"), "repo_id": "acme/tiny-kernel"}
+    assert "push the kernel without --collection" in error_of(push("--execute", "--collection", "All", **words))
+    assert hub.requests == []
+    assert report_of(push("--execute", **words))["sent"]
+    (tmp_path / "kernel" / "CARD.md").write_text("---\nlicense: apache-2.0\n---\n\n# corrected\n")
+    assert report_of(push("--execute", "--pr", **words))["pull_request"] == "refs/pr/1"
+    assert b"corrected" in hub.files("acme/tiny-kernel", "refs/pr/1", repo_type="kernel")["README.md"]
+    assert b"corrected" not in hub.files("acme/tiny-kernel", "v1", repo_type="kernel")["README.md"]
+    assert "has no branch v2; ask its owner" in error_of(push("--execute", "--pr", "--tag", "v2", **words))
+
+
+@pytest.mark.parametrize("name", ["space_app", pytest.param("kernels", marks=needs_kernel_repositories)])
+def test_this_projects_own_space_and_kernels_are_published(name, hub, push):
+    words = {"source": Path(name), "repo_id": f"acme/{name.replace('_', '-')}"}
+    kind = report_of(push("--execute", **words))["type"]
+    before = list(hub.writes)
+    again = report_of(push("--execute", **words))
+    assert again["verified"] and not again["sent"] and hub.writes == before
+    files = hub.files(words["repo_id"], "v1", repo_type=kind)
+    assert b"ORG/" not in files["README.md"] and b"acme/" in files["README.md"]
+    expected = {"app.py", "pair.json"} if kind == "space" else {"build/torch-cuda/metadata.json", "LICENSE"}
+    assert expected <= files.keys()
+    if kind == "kernel":
+        assert "build.toml says version 1, so its tag is v1, got v2" in error_of(push("--tag", "v2", **words))
+
+
 @needs_kernel_repositories
 def test_a_kernel_goes_to_the_branch_of_its_version(hub, push, tmp_path):
-    kernel = tmp_path / "kernel"
-    kernel.mkdir()
-    (kernel / "build.toml").write_text('[general]\nname = "tiny"\n')
-    (kernel / "CARD.md").write_text("---\nlicense: apache-2.0\n---\n\n# tiny kernel\n")
-    script = "import pathlib, sys\nfolder = pathlib.Path(sys.argv[2], 'torch-cpu')\nfolder.mkdir(parents=True)\n"
-    (kernel / "build.py").write_text(script + "(folder / 'metadata.json').write_text('{}')\n")
+    kernel = write_kernel(tmp_path / "kernel")
     words = {"source": kernel, "repo_id": "acme/tiny-kernel"}
     assert report_of(push("--execute", **words))["type"] == "kernel"
     files = hub.files("acme/tiny-kernel", "v1", repo_type="kernel")
@@ -394,8 +499,8 @@ def test_a_kernel_goes_to_the_branch_of_its_version(hub, push, tmp_path):
     assert b"corrected" not in hub.files("acme/tiny-kernel", repo_type="kernel")["README.md"]
     (kernel / "build.py").write_text("import sys\nsys.exit('Error: no compiler')\n")
     assert "failed: no compiler" in error_of(push(**words))
-    refused = run("push", str(kernel), "--repo-id", "acme/tiny-kernel", "--tag", "main")
-    assert "A kernel's version is a branch named v1, v2, ..., got main" in error_of(refused)
+    refused = push("--tag", "main", **words)
+    assert "A kernel's version is a branch named v1, v2, ..., got 'main'" in error_of(refused)
 
 
 @pytest.mark.parametrize(
@@ -482,6 +587,34 @@ def test_a_recipe_describes_the_published_drafter_in_full_size(path):
     assert len(sizes) == 62 and sum(shape.numel() for shape in sizes.values()) == recipe["stored_parameters"]
 
 
+@pytest.mark.parametrize(
+    ("head", "message"),
+    [
+        ("license: unknown", "names no licence"),
+        ("license: other", "names another licence without license_name and license_link"),
+        ("license: [mit]", "must name one licence, it has ['mit']"),
+        ("license: 3", "must name one licence, it has 3"),
+        ("- license", "must be keys with values, and is a list"),
+        ("license: [", "has front matter that is no YAML"),
+    ],
+)
+def test_a_source_without_a_usable_licence_is_not_copied(head, message, hub, push, tmp_path):
+    commit = hub.seed("zeta/public-domino", {"README.md": f"---\n{head}\n---\n".encode()})
+    recipe = {"source": "zeta/public-domino", "revision": commit}
+    (tmp_path / "recipe.json").write_text(json.dumps(recipe))
+    assert message in error_of(push(source=tmp_path, repo_id="acme/public-domino"))
+
+
+def test_another_licence_keeps_its_name_and_its_link(hub):
+    card = b"---\nlicense: other\nlicense_name: theirs\nlicense_link: LICENSE\n---\n"
+    commit = hub.seed("zeta/public-domino", {"README.md": card})
+    assert staging.source_licence({"source": "zeta/public-domino", "revision": commit}) == {
+        "license": "other",
+        "license_name": "theirs",
+        "license_link": f"https://huggingface.co/zeta/public-domino/blob/{commit}/LICENSE",
+    }
+
+
 def test_a_recipe_is_converted_from_its_pinned_revision_with_its_sources_licence(hub, push, tmp_path):
     target = tiny_target()
     target.save_pretrained(tmp_path / "target")
@@ -510,7 +643,9 @@ def test_a_recipe_is_converted_from_its_pinned_revision_with_its_sources_licence
     words = {"source": folder, "repo_id": "acme/public-domino"}
 
     hub.seed("zeta/public-domino", files, commit=pinned)
-    assert "names no licence at 01234567, so a copy must not be published" in error_of(push(**words))
+    assert "names no licence, so a copy of zeta/public-domino at 01234567 must not be published" in error_of(
+        push(**words)
+    )
     hub.seed("zeta/public-domino", {**files, "README.md": b"---\nlicense: mit\n---\n"}, commit=pinned)
     # What came later does not matter.
     hub.seed("zeta/public-domino", {"README.md": b"---\nlicense: other\n---\n"})

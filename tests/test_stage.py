@@ -129,6 +129,7 @@ def test_unstamped_folders_do_not_verify(source, tmp_path):
         (["--repo-id", "acme/tiny"], "stamped with its id and its tag"),
         (["--tag", "v1"], "stamped with its id and its tag"),
         (["--repo-id", "not/an/id", "--tag", "v1"], "not/an/id"),
+        (["--repo-id", "acme/tiny", "--tag", ""], "A tag is a name that git accepts"),
     ],
 )
 def test_half_a_stamp_is_refused(words, message, source, tmp_path):
@@ -158,8 +159,8 @@ def test_a_name_means_a_folder_of_hub_cards(source, tmp_path, monkeypatch):
     assert "of a checkout and this package is installed; pass --output" in result.stderr
     (tmp_path / "pyproject.toml").touch()
     assert run("stage", "tiny-domino", "--repo-id", "acme/tiny-domino", "--tag", "v1").exit_code == 0
-    assert (tmp_path / "dist" / "tiny-domino" / "config.json").is_file()
-    result = run("stage", "tiny-domino", "--verify")
+    assert (tmp_path / "dist" / "acme--tiny-domino" / "config.json").is_file()
+    result = run("stage", "tiny-domino", "--repo-id", "acme/tiny-domino", "--verify")
     assert result.exit_code == 0
     assert "is acme/tiny-domino at v1" in result.stdout
 

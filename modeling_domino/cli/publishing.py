@@ -30,11 +30,10 @@ def card(
             Path(name).write_text(cards.render_page(Path(name)), encoding="utf-8")
             typer.echo(name)
             return
-        publish = from_checkout("hub_cards.publish", "card")
-        path = publish.write_card(name, repo_id=repo_id, tag=tag)
-        problems = from_checkout("hub_cards.lint", "card").card_problems(
-            path.parent, publish.kind_of(path.parent), repo_id
-        )
+        staging = from_checkout("hub_cards.staging", "card")
+        path = staging.write_card(name, repo_id=repo_id, tag=tag)
+        lint = from_checkout("hub_cards.lint", "card")
+        problems = lint.card_problems(path.parent, staging.kind_of(path.parent), repo_id)
     typer.echo(path)
     for problem in problems:
         typer.echo(f"Error: {problem}", err=True)
@@ -58,23 +57,26 @@ def push(
         bool, typer.Option("--verify", help="Send nothing; prove that the tag on the Hub equals a git tag.")
     ] = False,
     git_tag: Annotated[str | None, typer.Option(help="Git tag to verify against; by default --tag.")] = None,
-    output: Annotated[Path | None, typer.Option(help="Folder to stage in; by default dist/NAME.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder to stage in; by default dist/ORG--NAME.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Stage, check and publish a repository; a dry run by default. Exit code 3: what is there is not what should be."""
     with one_sentence_errors(), warnings_as_notices():
         publish = from_checkout("hub_cards.publish", "push")
         refused = from_checkout("hub_cards.lint", "push").LintError
+        options = {"public": public, "pull_request": pr, "collection": collection}
         try:
             if verify:
-                folder = output or publish.CHECKOUT / "dist" / repo_id.split("/")[-1]
-                publish.verify_against_git(name, repo_id=repo_id, tag=tag, git_tag=git_tag or tag, output=folder)
-                report = {"repo_id": repo_id, "tag": tag, "git_tag": git_tag or tag, "verified": True}
+                _require_alone(execute=execute, prune=prune, **options)
+                verification = from_checkout("hub_cards.verification", "push")
+                names = {"repo_id": repo_id, "tag": tag, "git_tag": git_tag or tag}
+                verification.verify_against_git(name, output=output, **names)
+                report = {**names, "verified": True}
                 typer.echo(f"{repo_id} at {tag} holds what the git tag {git_tag or tag} makes.")
+            elif git_tag is not None:
+                raise ValueError("`--git-tag` says what to verify against; add --verify, or leave it out.")
             else:
-                publication = publish.prepare(name, repo_id=repo_id, tag=tag, output=output)
-                options = {"public": public, "pull_request": pr, "collection": collection}
-                report = _push(publish, publication, prune=prune, execute=execute, **options)
+                report = _push(name, repo_id, tag, output, prune=prune, execute=execute, **options)
         except refused as error:
             for problem in error.problems:
                 typer.echo(f"- {problem}", err=True)
@@ -86,16 +88,31 @@ def push(
         typer.echo(json.dumps(report))
 
 
-def _push(publish, publication, *, prune: bool, execute: bool, **options) -> dict:
-    plan, reason = publish.dry_run(publication, prune=prune)
+def _require_alone(**others: object) -> None:
+    """Refuses options that `--verify`, which sends nothing, could only ignore."""
+    names = {"pull_request": "pr"}
+    if given := [f"--{names.get(name, name)}" for name, value in others.items() if value]:
+        raise ValueError(f"`--verify` sends nothing; leave out {', '.join(given)}, or --verify.")
+
+
+def _push(name: str, repo_id: str, tag: str, output: Path | None, *, prune: bool, execute: bool, **options) -> dict:
+    publish, staging = (from_checkout(f"hub_cards.{part}", "push") for part in ("publish", "staging"))
+    publish.require_options(staging.kind_of(staging.publishable_folder(name)), **options)
+    publication = staging.prepare(name, repo_id=repo_id, tag=tag, output=output)
+    try:
+        plan = publish.make_plan(publication, prune=prune, pull_request=options["pull_request"])
+    except ValueError as error:
+        if execute:
+            raise
+        typer.echo(f"Not compared with the Hub: {error}", err=True)
+        plan = publish.offline_plan(publication)
     for line in plan.lines():
         typer.echo(line)
-    if reason is not None:
-        typer.echo(f"Not compared with the Hub: {reason}", err=True)
-    if not execute:
-        typer.echo(f"Dry run: nothing was sent to {publication.url}; --execute sends it.")
-        return {"repo_id": publication.repo_id, "url": publication.url, "sent": False, **publish.summary(plan)}
-    report = publish.push(publication, prune=prune, **options)
-    proposed = report.get("pull_request_url") or report.get("pull_request")
-    typer.echo(f"{'Sent' if report['sent'] else 'Nothing to send'}: {proposed or report['url']}")
-    return report
+    if execute:
+        report = publish.push(publication, plan, **options)
+        proposed = report.get("pull_request_url") or report.get("pull_request")
+        typer.echo(f"{'Sent' if report['sent'] else 'Nothing to send'}: {proposed or report['url']}")
+        return report
+    outlook = "--execute would be refused" if plan.refused else "--execute sends it"
+    typer.echo(f"Dry run: nothing was sent to {publication.url}; {outlook}.")
+    return {"repo_id": repo_id, "url": publication.url, "sent": False, **plan.summary()}

@@ -44,7 +44,9 @@ def stage_command(
         str | None, typer.Option(help="Id of the repository to be, stamped into its custom_generate/.")
     ] = None,
     tag: Annotated[str | None, typer.Option(help="Tag about to be created there.")] = None,
-    output: Annotated[Path | None, typer.Option(help="Folder to write; by default dist/NAME.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder to write; by default dist/ORG--NAME, or dist/NAME without --repo-id.")
+    ] = None,
     verify: Annotated[
         bool, typer.Option("--verify", help="Write nothing; recompute the stamp of the staged folder.")
     ] = False,
@@ -52,7 +54,7 @@ def stage_command(
     """Lay out a complete Hub repository of a drafter; exit code 3: the stamp of one does not hold."""
     with one_sentence_errors(source), warnings_as_notices():
         if verify:
-            folder = output or staged_folder(source)
+            folder = output or staged_folder(source, repo_id)
             try:
                 stamp = verify_stamp(folder)
             except StampError as error:
