@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -31,15 +32,15 @@ def answer_facts(folder: Path) -> dict[str, Any]:
     tokens = 0
     for shard in shards:
         try:
-            rows = [json.loads(line) for line in gzip.decompress(shard.read_bytes()).splitlines()]
-        except (OSError, EOFError, json.JSONDecodeError) as error:
+            for line in gzip.decompress(shard.read_bytes()).splitlines():
+                row = json.loads(line)
+                by_source[row["id"].split("/")[0]] += 1
+                finish[row["finish"]] += 1
+                tokens += len(row["response_ids"])
+        except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"{shard} is no complete shard ({error}); remove it and run `domino regenerate`."
             ) from None
-        for row in rows:
-            by_source[row["id"].split("/")[0]] += 1
-            finish[row["finish"]] += 1
-            tokens += len(row["response_ids"])
     known = json.loads(SOURCES.read_text(encoding="utf-8"))
     if unknown := sorted(by_source.keys() - known.keys()):
         raise ValueError(f"Prompts of {', '.join(unknown)} need a licence; add them to {SOURCES.name} in hub_cards/.")

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from .configuration_domino import DominoConfig
 from .convert import convert
@@ -21,7 +22,8 @@ from .convert import convert
 ENGINES = ("sglang", "vllm", "tensorrt-llm")
 WITHOUT_HEAD = {"vllm": "vLLM", "tensorrt-llm": "TensorRT-LLM"}
 
-# What a flat export consists of.
+# What a flat export consists of, and what tells its config from a target's.
+FLAT_KEYS = ("dflash_config", "block_size")
 EXPORTED = {"config.json", "model.safetensors", "draft_vocab.json"}
 
 
@@ -44,11 +46,17 @@ def export_flat(drafter: str, folder: Path) -> Path:
     """The flat export of a drafter: the folder of one that is flat already, else `folder`, which is written or replaced.
 
     Raises:
-        ValueError: if the drafter cannot be exported.
+        ValueError: if it is no drafter, or one that cannot be exported.
     """
-    config = Path(drafter) / "config.json"
-    if config.is_file() and json.loads(config.read_text()).get("model_type") == "qwen3":
-        return Path(drafter)
+    if (Path(drafter) / "config.json").is_file():
+        config = _read_config(Path(drafter))
+        if config.get("model_type") == "qwen3":
+            if not _is_drafter(config):
+                raise ValueError(
+                    f"The config of a flat Domino or DFlash drafter has {' or '.join(FLAT_KEYS)}, that in {drafter} has neither "
+                    "(a plain Qwen3 model?); name the drafter's folder, and the target with --target."
+                )
+            return Path(drafter)
     if folder.exists() and any(folder.iterdir()) and not _is_export(folder):
         raise ValueError(
             f"`--output` replaces only an earlier export of its own, and {folder} is not that; name a new folder."
@@ -62,8 +70,22 @@ def _is_export(folder: Path) -> bool:
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     if not {"config.json"} <= names <= EXPORTED:
         return False
-    config = json.loads((folder / "config.json").read_text())
-    return "dflash_config" in config or "block_size" in config
+    return _is_drafter(_read_config(folder))
+
+
+def _is_drafter(config: dict[str, Any]) -> bool:
+    return any(key in config for key in FLAT_KEYS)
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} must be JSON ({error}); copy or save it again.") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {type(config).__name__}; copy or save it again.")
+    return config
 
 
 def sglang_command(target: str | None, flat: Path, extra: Sequence[str] = ()) -> list[str]:

@@ -143,9 +143,12 @@ def test_answers_from_an_unknown_source_and_damaged_shards_are_refused(tmp_path)
     shard.write_bytes(gzip.compress(json.dumps(row).encode()))
     with pytest.raises(ValueError, match="Prompts of somewhere need a licence; add them to sources.json"):
         cards.render(tmp_path)
-    shard.write_bytes(shard.read_bytes()[:-12])
-    with pytest.raises(ValueError, match="is no complete shard"):
-        cards.render(tmp_path)
+    whole = gzip.compress(json.dumps(row).encode())
+    damaged = (whole[:-12], b"\x1f\x8b" + bytes(40), whole[:12] + b"\xff" * 20, gzip.compress(b"[1]"))
+    for content in damaged:
+        shard.write_bytes(content)
+        with pytest.raises(ValueError, match="is no complete shard"):
+            cards.render(tmp_path)
 
 
 def test_without_a_checkout_the_commands_say_so(monkeypatch, tmp_path):

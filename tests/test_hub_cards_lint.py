@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -39,7 +40,14 @@ output = target.generate(**inputs, custom_generate="acme/tiny", revision="v1", t
 
 Acceptance 2.47 of 6, 98.4 % of 1,234 rounds, with torch 2.13.0 and [a licence](LICENSE).
 """
-RESULTS = {"tau": 2.4708, "cap": 6, "share": 0.984, "rounds": 1234, "versions": {"torch": "2.13.0+cpu"}}
+RESULTS = {
+    "tau": 2.4708,
+    "cap": 6,
+    "share": 0.984,
+    "rounds": 1234,
+    "versions": {"torch": "2.13.0+cpu"},
+    "sha": "ab77777c",
+}
 
 
 @pytest.fixture
@@ -102,13 +110,60 @@ def test_every_problem_is_listed(folder):
         ("98.4 %", "98.5 %", "states 98.5"),
         ("torch 2.13.0", "torch 2.14.0", "states 2.14.0"),
         ("2.47 of 6", "3.7x of 6", "states 3.7"),
+        ("2.47 of 6", "1e9 of 6", "states 1e9"),
+        ("2.47 of 6", ".97 of 6", "states .97"),
+        ("2.47 of 6", "-2.47 of 6", "states -2.47"),
+        ("2.47 of 6", "98.4 of 6", "states 98.4, which"),
+        ("2.47 of 6", "0.98 % of 6", "states 0.98 %"),
+        ("2.47 of 6", "6,77777 of 6", "states 6,77777"),
+        ("2.47 of 6", "77777 of 6", "states 77777,"),
+        ("2.47 of 6", "13.0 of 6", "states 13.0"),
         ("(LICENSE)", "(MISSING)", "links to MISSING, which is not in the folder"),
+        ("(LICENSE)", "(results/../../x)", "links to results/../../x, which is outside of the folder"),
+        ("(LICENSE)", "(%2E%2E/x)", "which is outside of the folder"),
+        ("(LICENSE)", "(/etc/hosts)", "links to /etc/hosts, which is outside of the folder"),
+        ("(LICENSE)", "(file:///etc/hosts)", "which is outside of the folder"),
+        ("(LICENSE)", '(LICENSE) <img src="../x.png">', "links to ../x.png, which is outside of the folder"),
+        ("license: apache-2.0", "license: unknown", "names the licence unknown, under which nobody may use it"),
+        ("license: apache-2.0", "license: other", "names the licence other without license_name and license_link"),
+        ("license: apache-2.0", "license: 2.0", "names a licence that is no text, 2.0"),
+        ("license: apache-2.0", "license: {name: mit}", "names a licence that is no text"),
         ("**A drafter", "A drafter", "must say in bold"),
     ],
 )
 def test_the_card_is_refused(old, new, problem, folder):
     (found,) = card_with(folder, old, new)
     assert problem in found and found.startswith("README.md ")
+
+
+def test_front_matter_that_is_a_list_is_one_problem(folder):
+    (folder / "README.md").write_text("---\n- license\n---\n" + CARD.split("---\n")[2])
+    (found,) = lint.card_problems(folder, "model", "acme/tiny")
+    assert found == "README.md has front matter that must be keys with values, and is a list."
+
+
+@pytest.mark.parametrize(
+    "fence", ["```py", "```Python", "```python3", "``` python title=x", "~~~python", "````python"]
+)
+@pytest.mark.parametrize(
+    ("call", "missing"),
+    [
+        ('pipeline("text-generation", model="acme/tiny")', {"trust_remote_code=True", "revision="}),
+        ('pipeline("text-generation", "acme/tiny", revision="v1")', {"trust_remote_code=True"}),
+        ('from_pretrained(pretrained_model_name_or_path="acme/tiny", revision="v1")', {"trust_remote_code=True"}),
+        ('load_dataset("acme/tiny", trust_remote_code=True)', {"revision="}),
+        ('load_dataset("acme/tiny")', {"revision="}),
+        ('snapshot_download("acme/tiny")', {"revision="}),
+        ('kernels.get_kernel("acme/tiny", version=1)', {"trust_remote_code=True"}),
+        ('kernels.get_kernel("acme/tiny", version=1, trust_remote_code=["acme/tiny"])', set()),
+        ('pipeline("text-generation", "acme/target")', set()),
+    ],
+)
+def test_every_way_to_load_a_repository_is_pinned_and_says_that_its_code_runs(call, missing, fence, folder):
+    end = re.match("[`~]+", fence)[0]
+    problems = card_with(folder, "Acceptance 2.47", f"{fence}\nx = {call}\n{end}\n\nAcceptance 2.47")
+    expected = {f"README.md has a snippet that uses acme/tiny without {each} (snippet 2)." for each in missing}
+    assert set(problems) == expected
 
 
 def test_a_card_without_front_matter_and_none_at_all(folder):
@@ -144,6 +199,10 @@ def test_a_space_needs_a_full_sdk_version(folder):
         "__pycache__/a.txt",
         ".cache/huggingface/b",
         "rng_state_0.pth",
+        "Optimizer.PT",
+        "WANDB/run.txt",
+        *("id_rsa", "id_ed25519.pub", "id_ecdsa", "store.p12", "store.PFX", "Server.pem", "tls.KEY"),
+        *(".git-credentials", ".netrc", ".npmrc", ".pypirc", ".ENV.local"),
     ],
 )
 def test_files_that_are_not_for_publishing(name, folder):
@@ -159,10 +218,15 @@ def test_files_that_are_not_for_publishing(name, folder):
     [
         ("hf_" + "Ab3" * 12, "a Hugging Face token"),
         ("api_org_" + "Ab3" * 12, "a token of an organisation on the Hub"),
-        ("ghp_" + "Ab34" * 9, "a GitHub token"),
+        ("hf_oauth_" + "eyJ.Ab-3" * 9, "a Hugging Face token"),
+        *((f"gh{kind}_" + "Ab34" * 9, "a GitHub token") for kind in "pousr"),
         ("github_pat_" + "Ab3_" * 9, "a GitHub token"),
         ("sk-" + "Ab3-" * 9, "an API key"),
         ("AKIA" + "ABCD" * 4, "an AWS key"),
+        ("ASIA" + "ABCD" * 4, "an AWS key"),
+        ("AIza" + "Ab3_-" * 7, "a Google key"),
+        ("https:/" + "/bot:hunter2@example.com/x", "a password in an address"),
+        ("postgresql+psycopg:/" + "/bot:s3cr:t@10.0.0.1/db", "a password in an address"),
         ("-----BEGIN RSA " + "PRIVATE KEY-----", "a private key"),
     ],
 )
@@ -174,14 +238,26 @@ def test_secrets_are_found_in_text_and_in_shards(secret, what, folder):
     for before in ("\\n", "\\t", "%3D", "\x1b[31m"):
         (folder / "notes.txt").write_text(f"my key is{before}{secret}")
         assert lint.file_problems(folder) == [f"notes.txt contains {what}; remove and revoke it."], before
+    for encoding in ("utf-16", "utf-16-le", "utf-16-be"):
+        (folder / "notes.txt").write_text(f"my key is {secret}", encoding=encoding)
+        assert lint.file_problems(folder) == [f"notes.txt contains {what}; remove and revoke it."], encoding
     (folder / "notes.txt").unlink()
     (folder / "answers.jsonl.gz").write_bytes(gzip.compress(f'{{"text": "{secret}"}}'.encode()))
     assert lint.file_problems(folder) == [f"answers.jsonl.gz contains {what}; remove and revoke it."]
 
 
 def test_words_that_only_resemble_secrets_pass(folder):
-    (folder / "notes.txt").write_text("task-" + "a" * 30 + " hf_hub_download AKIA sk-learn ask-" + "b" * 30)
+    addresses = " https://huggingface.co/a/b:c https://host:8080/a@b mailto:a@b.c https://me@example.com"
+    words = "task-" + "a" * 30 + " hf_hub_download AKIA ASIAN AIza sk-learn ask-" + "b" * 30
+    (folder / "notes.txt").write_text(words + addresses)
     assert lint.file_problems(folder) == []
+
+
+@pytest.mark.parametrize("content", [b"no gzip", gzip.compress(b"a" * 99)[:-6], b"\x1f\x8b\x08" + b"\xff" * 40])
+def test_a_damaged_archive_is_a_problem_of_its_own(content, folder):
+    (folder / "answers.jsonl.gz").write_bytes(content)
+    (problem,) = lint.file_problems(folder)
+    assert problem.startswith("answers.jsonl.gz is no whole gzip file (") and problem.endswith("or remove it.")
 
 
 def test_links_are_refused(folder):

@@ -59,6 +59,19 @@ def test_unknown_engines_and_targets_are_refused(drafter, tmp_path):
     assert result.exit_code == 2 and "does not name its target; name it with --target" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}, "has dflash_config or block_size, that in "),
+        ([], "must hold a JSON object, got list; copy or save it again."),
+    ],
+)
+def test_what_is_no_drafter_is_not_served(config, message, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    result = run("--drafter", str(tmp_path), "--target", "acme/target")
+    assert result.exit_code == 2 and message in result.stderr and not result.stdout
+
+
 def test_running_needs_the_server(drafter, tmp_path, monkeypatch):
     monkeypatch.setattr(serve, "find_spec", lambda name: None)
     result = run("--drafter", str(drafter), "--output", str(tmp_path / "flat"), "--run")
