@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 
 
 logger = logging.getLogger(__name__)
@@ -237,6 +237,28 @@ def without_sliding_layers(cache: Any) -> Any:
     if CROP_ZERO_IS_SAFE or not sliding or type(cache) is not DynamicCache or cache.get_seq_length() > 0:
         return cache
     return DynamicCache()
+
+
+def static_cache(target, num_rows: int) -> StaticCache:
+    """A cache of `num_rows` rows in buffers that stay where they are.
+
+    Raises:
+        ValueError: if some of the target's layers keep something else, which cannot be taken back by overwriting.
+    """
+    cache = StaticCache(config=target.config, max_cache_len=num_rows)
+    other = sorted({type(layer).__name__ for layer in cache.layers} - {"StaticLayer"})
+    if other:
+        raise ValueError(
+            f"`static=True` needs a target with full attention in every layer, {type(target).__name__} keeps "
+            f"{', '.join(other)}; leave `static` out."
+        )
+    return cache
+
+
+def set_length(cache: StaticCache, length: torch.Tensor) -> None:
+    """Lets the next forward write behind the first `length` rows; that is a tensor on the device, without dimensions."""
+    for layer in cache.layers:
+        layer.cumulative_length.copy_(length)
 
 
 def start_recording(cache: Any) -> None:

@@ -28,6 +28,7 @@ from .drafting_domino import resolve_options
 from .loop_domino import DecodeLoop
 from .record_domino import Step
 from .sizing_domino import AutoOff, Costs
+from .static_domino import StaticLoop, check_static
 from .target_domino import TargetView, check_movable_rows
 from .tree_domino import TreeShape
 
@@ -57,6 +58,7 @@ def stream(
     draft_vocab: int | None = None,
     costs: Costs | None = None,
     auto_off: AutoOff | bool | None = None,
+    static: bool = False,
     streamer=None,
     **generate_kwargs,
 ) -> Iterator[Step]:
@@ -83,6 +85,8 @@ def stream(
         auto_off (`bool`): stop drafting where plain steps are measured to be faster, and try again now and then; the run
             says how many steps were plain (`drafter.last_run.plain_steps`). The text is the target's either way. Off by
             default, because what depends on the clock does not repeat: sampled texts would change from run to run.
+        static (`bool`): run rounds of one fixed size on buffers that stay where they are, on a CUDA device as one graph; for
+            greedy chains of one prompt. Room for `max_new_tokens` is taken at once and kept for the next text.
         streamer (`BaseStreamer`, *optional*): gets the prompt, then the tokens of each step.
         generate_kwargs: everything `target.generate` takes (`attention_mask`, `max_new_tokens`, `do_sample`,
             `stop_strings` with `tokenizer`, `logits_processor`, ...).
@@ -94,7 +98,7 @@ def stream(
         ValueError: if the pair does not fit or an option cannot be honoured; raised before the first forward.
     """
     options = {"rule": rule, "verify_width": verify_width, "tree": tree}
-    options.update(candidates=candidates, draft_vocab=draft_vocab, costs=costs, auto_off=auto_off)
+    options.update(candidates=candidates, draft_vocab=draft_vocab, costs=costs, auto_off=auto_off, static=static)
     loop = open_loop(target, drafter, input_ids, **options, **generate_kwargs)
     if len(loop.texts.rows) > 1:
         raise ValueError(
@@ -185,6 +189,8 @@ def open_loop(target, drafter, input_ids: torch.Tensor | None = None, **kwargs) 
         if tokenizer is None:
             raise ValueError("`stop_strings` needs the target's tokenizer: pass `tokenizer=`.")
         criteria.append(StopStringCriteria(tokenizer, stop_strings))
+    if kwargs.get("static") and any(kwargs.get(name) is not None for name in ("cache", "past_key_values")):
+        raise ValueError("`static=True` decodes on caches of its own, got one; leave the cache or `static` out.")
     # Under the name that this target's release knows.
     for name in ("cache", "past_key_values"):
         if kwargs.get(name) is not None:
@@ -208,6 +214,7 @@ def _decoding_method(
     draft_vocab: int | None = None,
     costs: Costs | None = None,
     auto_off: AutoOff | bool | None = None,
+    static: bool = False,
     **model_kwargs,
 ) -> DecodeLoop:
     """Checks what can be checked, and hands back the loop instead of running it."""
@@ -235,6 +242,13 @@ def _decoding_method(
         rule, generation_config.do_sample, sampled="block" if tree is None else "match", tree=tree is not None
     )
     width = resolve_width(None if verify_width == AUTO else verify_width, drafter.config, least=0)
+    if static:
+        if sized or tree is not None or costs is not None or auto_off:
+            raise ValueError(
+                "`static=True` verifies chains of one length, got a tree or a size that changes; leave `tree`, `costs`, "
+                '`auto_off` and "auto", or `static`, out.'
+            )
+        check_static(model, drafter, input_ids, cache, logits_processor, generation_config, model_kwargs)
     # What is refused is refused before the caller's cache is touched.
     store = take_context(cache, model, drafter, input_ids, model_kwargs)
     if store is None:
@@ -252,7 +266,7 @@ def _decoding_method(
     elif costs is None:
         rows = tree.nodes + 1 if tree is not None else input_ids.shape[0] * (width + 1)
         costs = costs_of(view, drafter, options, rows=rows, tree=tree)
-    return DecodeLoop(
+    return (StaticLoop if static else DecodeLoop)(
         view,
         drafter,
         input_ids,

@@ -28,6 +28,7 @@ from types import ModuleType
 import torch
 from torch import nn
 
+from .graphs_domino import Graphs, versions_of
 from .ops_domino import HeadWeights, chain_rollout, gru_gates, shortlist, tree_expand, tree_step
 
 
@@ -35,8 +36,6 @@ VARIABLE = "DOMINO_KERNELS"
 # Where the project publishes its kernels; a drafter's config may name others (`kernels`).
 REPOSITORY = "domino-drafters/domino-kernels"
 VERSION = 1
-# Shapes whose graphs are kept: the widths of a text's last rounds, and those of batches that shrink.
-MAX_GRAPHS = 8
 # Tokens whose gates are computed at once.
 TABLE_ROWS = 4096
 DTYPES = (torch.float32, torch.bfloat16)
@@ -51,7 +50,8 @@ class KernelReport:
         source: where the kernels came from; `None` without kernels.
         reason: why the torch functions ran, or would; `None` if the kernels can run.
         chains, trees: blocks drafted so far, by implementation.
-        graphs: CUDA graphs that are held.
+        rounds: static rounds so far (`static_domino.py`), as a CUDA graph and without.
+        graphs: CUDA graphs that are held, of blocks and of static rounds.
     """
 
     choice: str
@@ -59,17 +59,19 @@ class KernelReport:
     reason: str | None = None
     chains: dict[str, int] = field(default_factory=lambda: {"triton": 0, "torch": 0})
     trees: dict[str, int] = field(default_factory=lambda: {"triton": 0, "torch": 0})
+    rounds: dict[str, int] = field(default_factory=lambda: {"captured": 0, "uncaptured": 0})
     graphs: int = 0
 
     def __str__(self) -> str:
         what = f"Triton kernels ({self.source})" if self.reason is None else f"torch ({self.reason})"
-        done = ", ".join(
+        done = [
             f"{count} {name} by {implementation}"
             for name in ("chains", "trees")
             for implementation, count in getattr(self, name).items()
             if count
-        )
-        return f"Drafting by {what}; so far {done or 'nothing'}."
+        ]
+        done += [f"{count} static rounds {how}" for how, count in self.rounds.items() if count]
+        return f"Drafting by {what}; so far {', '.join(done) or 'nothing'}."
 
 
 class Kernels:
@@ -81,6 +83,8 @@ class Kernels:
         self.reason: str | None = None
         self.report = KernelReport(choice)
         self.rollouts = Graphs()
+        # Static rounds that are kept, with a graph each; they refer to no model between two texts.
+        self.rounds: list = []
         self.table: tuple | None = None
         if choice == "torch":
             self.reason = "as chosen"
@@ -127,14 +131,15 @@ def set_kernels(drafter, choice: str | os.PathLike = "auto", *, gates_table: boo
 
 def kernel_report(drafter) -> KernelReport:
     """What drafts with this drafter, and why; asking changes nothing."""
-    kernels = _kernels_of(drafter)
+    kernels = kernels_of(drafter)
     report = kernels.report
     report.reason = kernels.reason or kernels.module.missing(drafter.device)
-    report.graphs = len(kernels.rollouts)
+    report.graphs = len(kernels.rollouts) + sum(len(each.graphs) for each in kernels.rounds)
     return report
 
 
-def _kernels_of(drafter) -> Kernels:
+def kernels_of(drafter) -> Kernels:
+    """The drafter's choice, and what goes with it."""
     kernels = _CHOSEN.get(drafter)
     if kernels is None:
         kernels = _CHOSEN[drafter] = Kernels(os.environ.get(VARIABLE) or "auto")
@@ -217,7 +222,7 @@ def roll_out(
     """
     if head is None or base_logits.shape[1] == 0:
         return None
-    kernels = _kernels_of(drafter)
+    kernels = kernels_of(drafter)
     places = candidates if 0 < candidates < base_logits.shape[-1] else 0
     able = kernels.unable(base_logits.device) is None and not (want_probabilities and (places or calibrated))
     table = _input_table(kernels, view, head, base_logits, hidden, embeddings=able)
@@ -274,7 +279,7 @@ def _by_kernels(kernels: Kernels, view, head, base_logits, hidden, anchors, list
 
 def tree_functions(drafter, head, base_logits: torch.Tensor) -> tuple[Callable, Callable]:
     """`tree_step` and `tree_expand`, by the kernels or by torch."""
-    kernels = _kernels_of(drafter)
+    kernels = kernels_of(drafter)
     if head is None:
         return tree_step, tree_expand
     able = kernels.unable(base_logits.device) is None and _dtypes_fit(head, base_logits)
@@ -304,7 +309,7 @@ def _input_table(kernels: Kernels, view, head, *tensors: torch.Tensor, embedding
         fits = rows is not None and rows.device == device and rows.dtype in DTYPES
         return rows if fits else None
     weights = head_weights(head)
-    state = _versions([tensor for tensor in (weights.weight_ih, weights.bias_ih) if tensor is not None])
+    state = versions_of([tensor for tensor in (weights.weight_ih, weights.bias_ih) if tensor is not None])
     if kernels.table is None or kernels.table[0]() is not view.target or kernels.table[1] != state:
         size = view.target.get_input_embeddings().num_embeddings
         with torch.no_grad():
@@ -314,75 +319,3 @@ def _input_table(kernels: Kernels, view, head, *tensors: torch.Tensor, embedding
             ]
         kernels.table = (weakref.ref(view.target), state, torch.cat(parts))
     return kernels.table[2]
-
-
-def _versions(tensors: list[torch.Tensor]) -> tuple:
-    """What changes when a tensor is trained, moved or converted; inference tensors cannot change."""
-    return tuple(
-        (tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version, tensor.dtype) for tensor in tensors
-    )
-
-
-class Graphs:
-    """Runs functions of tensors as CUDA graphs, one for each set of shapes; elsewhere the same code runs uncaptured.
-
-    A graph reads its inputs from buffers of its own and keeps everything it refers to. Other weights, or weights that
-    were written to, make all graphs invalid.
-    """
-
-    def __init__(self):
-        self._constants: tuple = ()
-        self._entries: dict[tuple, tuple] = {}
-
-    def __len__(self) -> int:
-        return sum(graph is not None for _, _, graph, _ in self._entries.values())
-
-    @torch.no_grad()
-    def __call__(self, function: Callable, inputs: list[torch.Tensor], constants: list[torch.Tensor], *options):
-        """The outputs of `function(*inputs)`.
-
-        Args:
-            inputs: tensors that change from call to call.
-            constants: tensors that `function` reads from elsewhere.
-            options: anything hashable that `function` depends on.
-        """
-        state = _versions(constants)
-        if state != self._constants:
-            self._entries.clear()
-            self._constants = state
-        key = (options, *((tensor.shape, tensor.dtype, tensor.device) for tensor in inputs))
-        if key not in self._entries:
-            if len(self._entries) == MAX_GRAPHS:
-                self._entries.pop(next(iter(self._entries)))
-            # Tensors of inference mode could not be written to outside of it.
-            with torch.inference_mode(False):
-                buffers = [torch.empty_like(tensor) for tensor in inputs]
-            for buffer, tensor in zip(buffers, inputs):
-                buffer.copy_(tensor)
-            self._entries[key] = self._capture(function, buffers)
-        buffers, function, graph, outputs = self._entries[key]
-        for buffer, tensor in zip(buffers, inputs):
-            buffer.copy_(tensor)
-        if graph is None:
-            return function(*buffers)
-        graph.replay()
-        # The next replay writes into the same memory.
-        return tuple(output.clone() for output in outputs)
-
-    @staticmethod
-    def _capture(function: Callable, buffers: list[torch.Tensor]) -> tuple:
-        """Buffers, the function with all it refers to, its graph and the graph's outputs (`None` off CUDA)."""
-        if buffers[0].device.type != "cuda":
-            return buffers, function, None, None
-        # Kernels are compiled, and libraries set up, before anything is recorded.
-        with torch.cuda.device(buffers[0].device):
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(2):
-                    function(*buffers)
-            torch.cuda.current_stream().wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                outputs = function(*buffers)
-        return buffers, function, graph, outputs

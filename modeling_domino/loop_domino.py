@@ -43,6 +43,9 @@ class DecodeLoop:
     The texts keep the sequences that ended; everything on the models' side is kept for the open ones alone.
     """
 
+    # What the runs call this loop.
+    path = "loop"
+
     def __init__(
         self,
         view: TargetView,
@@ -114,7 +117,7 @@ class DecodeLoop:
             target=name_of(self.view.target),
             drafter=name_of(drafter),
             head=drafter.head_state,
-            path="loop",
+            path=self.path,
             block_size=drafter.config.block_size,
             prompt_tokens=prompt,
             temperature=float(generation_config.temperature or 1.0) if self.texts.do_sample else 0.0,

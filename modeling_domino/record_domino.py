@@ -106,7 +106,7 @@ class Run:
         target, drafter: names as loaded.
         head: "domino", "off" (a Domino head that was bypassed) or "none" (DFlash, no correction head).
         kind: "chain" or "tree".
-        path: "loop" (ours) or "stock" (transformers' assisted decoding).
+        path: "loop" (ours), "static" (ours, with `static=True`) or "stock" (transformers' assisted decoding).
         rule: the accept rule, "greedy", "match", "speculative" or "block".
         packed_bytes: memory of the prepacked copies of the weights that served the forwards; 0 without.
     """

@@ -50,15 +50,16 @@ class DraftVocabulary:
         Raises:
             ValueError: if the head is no plain linear layer, whose rows cannot be taken out.
         """
-        weight, bias = self._rows_of(output_head)
+        weight, bias = self.rows_of(output_head)
         return F.linear(hidden.to(device=weight.device, dtype=weight.dtype), weight, bias).to(hidden.device)
 
     def correction(self, last: nn.Linear) -> SimpleNamespace:
         """The last layer of a correction (R to V) with these tokens alone, as weight and bias."""
-        weight, bias = self._rows_of(last)
+        weight, bias = self.rows_of(last)
         return SimpleNamespace(weight=weight, bias=bias)
 
-    def _rows_of(self, layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def rows_of(self, layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Weight and bias of a layer with these tokens alone, gathered once."""
         if type(layer) is not nn.Linear or not layer.weight.is_floating_point() or layer.weight.is_meta:
             raise ValueError(
                 "A draft vocabulary needs an output head that is a plain linear layer in memory, got "
@@ -69,7 +70,11 @@ class DraftVocabulary:
         version = 0 if weight.is_inference() else weight._version
         state = (self.ids, weight.data_ptr(), version, weight.dtype, weight.device)
         known = _ROWS.get(layer)
-        if known is None or known[0][1:] != state[1:] or not torch.equal(known[0][0], self.ids):
+        if known is not None and known[0][0] is not self.ids and known[0][1:] == state[1:]:
+            # Another tensor, perhaps of the same ids: compared once, since it waits for the device.
+            same = torch.equal(known[0][0], self.ids)
+            known = _ROWS[layer] = (state, *known[1:]) if same else None
+        if known is None or known[0][1:] != state[1:]:
             with torch.no_grad():
                 ids = self.ids.to(weight.device)
                 bias = None if layer.bias is None else layer.bias[ids].clone()

@@ -8,7 +8,7 @@ from conftest import PATHS, generate_loop, pattern, prompt, tiny_drafter, tiny_t
 from torch import nn
 
 from modeling_domino import kernels_domino
-from modeling_domino.kernels_domino import REPOSITORY, Graphs, head_weights, roll_out
+from modeling_domino.kernels_domino import REPOSITORY, head_weights, roll_out
 from modeling_domino.target_domino import TargetView
 from modeling_domino.vocabulary_domino import DraftVocabulary
 
@@ -221,38 +221,6 @@ def test_embeddings_that_do_not_lie_in_memory_as_they_are_read_are_not_used():
     target, drafter = pair()
     target.set_input_embeddings(type("Scaled", (nn.Embedding,), {})(64, 32))
     assert TargetView(target, drafter.config).embedding_rows() is None
-
-
-# ---- graphs, whose code runs uncaptured on a CPU
-
-
-def test_graphs_keep_inputs_apart_and_forget_old_weights():
-    graphs, weight, calls = Graphs(), torch.ones(3), []
-
-    def double(inputs):
-        calls.append(inputs.shape)
-        return (inputs * weight * 2,)
-
-    for value in (1.0, 5.0):
-        (output,) = graphs(double, [torch.full((3,), value)], [weight], "double")
-        assert output.tolist() == [2 * value] * 3
-    graphs(double, [torch.ones(2, 3)], [weight], "double")
-    assert len(graphs._entries) == 2
-    weight.mul_(10)
-    (output,) = graphs(double, [torch.ones(3)], [weight], "double")
-    assert output.tolist() == [20.0] * 3 and len(graphs._entries) == 1
-    for size in range(1, 20):
-        graphs(double, [torch.ones(size, 3)], [weight], "double")
-    assert len(graphs._entries) == kernels_domino.MAX_GRAPHS
-    assert len(graphs) == 0, "a CPU captures nothing"
-
-
-def test_graphs_of_inference_mode_serve_outside_of_it():
-    graphs, weight = Graphs(), torch.ones(2)
-    with torch.inference_mode():
-        graphs(lambda inputs: (inputs + weight,), [torch.ones(2)], [weight])
-    (output,) = graphs(lambda inputs: (inputs + weight,), [torch.full((2,), 4.0)], [weight])
-    assert output.tolist() == [5.0, 5.0]
 
 
 @pytest.mark.gpu
