@@ -8,11 +8,12 @@ from contextlib import contextmanager
 from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
 
 
+NOTHING_SENT = "Nothing was sent"
 STALE = "changed while this ran; look at what changed, then run the command again"
 
 
 @contextmanager
-def hub_errors(subject: str, so_far: str = "Nothing was sent") -> Iterator[None]:
+def hub_errors(subject: str, so_far: str = NOTHING_SENT) -> Iterator[None]:
     """Turns errors of the Hub into a `ValueError`.
 
     Args:
@@ -29,10 +30,11 @@ def hub_errors(subject: str, so_far: str = "Nothing was sent") -> Iterator[None]
         reason = f"{subject} cannot be reached, HF_HUB_OFFLINE is set; unset it"
     except HfHubHTTPError as error:
         status = error.response.status_code
+        or_propose = ", or --pr" if so_far == NOTHING_SENT else ""
         reasons = {
             401: f"the Hub does not accept this token for {subject}; log in with `hf auth login`, or set HF_TOKEN",
-            403: f"this token may not write to {subject}; use one with write access to it, or --pr",
-            404: f"the Hub shows no {subject} to this token",
+            403: f"this token may not write to {subject}; use one with write access to it{or_propose}",
+            404: f"the Hub does not show {subject} to this token",
             409: f"{subject} {STALE}",
             412: f"{subject} {STALE}",
         }

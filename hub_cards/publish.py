@@ -203,7 +203,7 @@ def push(
     if collection is not None:
         owner = repo_id.split("/")[0]
         state = f"{repo_id} is published at {tag}, but not in the collection {collection} ({again})"
-        with hub_errors(f"collection of {owner}", state):
+        with hub_errors(f"a collection of {owner}", state):
             done["collection"] = link(api, publication, collection, public=public)
     return done | {"commit": commit, "sent": not plan.empty, "verified": True}
 

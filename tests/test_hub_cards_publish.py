@@ -431,7 +431,11 @@ def test_a_repository_that_somebody_else_made_meanwhile_is_not_taken_over(hub, p
 @pytest.mark.parametrize(
     ("request_", "state"),
     [
-        ("POST /api/collections", "is published at v1, but not in the collection All"),
+        (
+            "POST /api/collections",
+            "is published at v1, but not in the collection All (what is missing follows when the command is run "
+            "again): this token may not write to a collection of acme; use one with write access to it.",
+        ),
         ("PUT /api/models/.*/settings", "is there at v1, still private"),
         ("GET /api/models/.*/tree/v1", "at v1 is not verified"),
     ],
