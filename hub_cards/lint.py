@@ -236,14 +236,20 @@ def python_blocks(body: str) -> list[str]:
 def _snippet_problems(body: str, metadata: dict[str, Any], repo_id: str | None) -> Iterator[str]:
     targets = metadata.get("base_model") or []
     targets = targets if isinstance(targets, list) else [targets]
+    # What earlier snippets called by a name, too.
+    values: dict[str, ast.expr] = {}
     for number, block in enumerate(python_blocks(body), start=1):
         try:
             tree = ast.parse(block)
         except (SyntaxError, ValueError) as error:
             yield f"has a snippet that does not compile (snippet {number}: {getattr(error, 'msg', error)})"
             continue
+        assigned = [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
+        values |= {
+            target.id: node.value for node in assigned for target in node.targets if isinstance(target, ast.Name)
+        }
         for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
-            repo, runs_code = _loaded(call)
+            repo, runs_code = _loaded(call, values)
             # A target is loaded by transformers' own code.
             if repo is None or repo in targets:
                 continue
@@ -258,7 +264,7 @@ def _snippet_problems(body: str, metadata: dict[str, Any], repo_id: str | None) 
                 yield f"has a snippet that uses {repo}, but is the card of {repo_id} (snippet {number})"
 
 
-def _loaded(call: ast.Call) -> tuple[str | None, bool]:
+def _loaded(call: ast.Call, values: dict[str, ast.expr]) -> tuple[str | None, bool]:
     """The repository that a call names, if it does, and whether the repository's code is run."""
     name = getattr(call.func, "attr", getattr(call.func, "id", None))
     named = {keyword.arg: keyword.value for keyword in call.keywords}
@@ -266,7 +272,9 @@ def _loaded(call: ast.Call) -> tuple[str | None, bool]:
     repo = named.get(argument)
     if repo is None and place is not None and len(call.args) > place:
         repo = call.args[place]
-    # What a variable holds cannot be told.
+    if isinstance(repo, ast.Name):
+        repo = values.get(repo.id)
+    # What is computed cannot be told.
     return (repo.value if isinstance(repo, ast.Constant) and isinstance(repo.value, str) else None), runs_code
 
 

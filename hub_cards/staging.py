@@ -202,6 +202,9 @@ def stage_files(publication: Publication) -> None:
             return
         if kind == "kernel":
             run_python(source / "build.py", "--output", work / "build")
+            text = (work / "build.toml").read_text(encoding="utf-8")
+            text = re.sub(r"^repo-id = .*$", f'repo-id = "{publication.repo_id}"', text, flags=re.MULTILINE)
+            (work / "build.toml").write_text(text, encoding="utf-8")
             if (work / KERNEL_CARD).is_file():
                 text = (work / KERNEL_CARD).read_text(encoding="utf-8")
                 (work / CARD).write_text(text.replace(UNCHOSEN_KERNEL, publication.repo_id), encoding="utf-8")

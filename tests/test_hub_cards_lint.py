@@ -154,6 +154,7 @@ def test_front_matter_that_is_a_list_is_one_problem(folder):
         ('load_dataset("acme/tiny", trust_remote_code=True)', {"revision="}),
         ('load_dataset("acme/tiny")', {"revision="}),
         ('snapshot_download("acme/tiny")', {"revision="}),
+        ('name = "acme/tiny"\nAutoModel.from_pretrained(name)', {"trust_remote_code=True", "revision="}),
         ('kernels.get_kernel("acme/tiny", version=1)', {"trust_remote_code=True"}),
         ('kernels.get_kernel("acme/tiny", version=1, trust_remote_code=["acme/tiny"])', set()),
         ('pipeline("text-generation", "acme/target")', set()),

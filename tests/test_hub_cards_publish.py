@@ -209,6 +209,8 @@ def test_a_push_is_one_commit_a_second_one_sends_nothing_and_both_are_proven(dra
         Done(*each) for each in json.loads(done.stdout.splitlines()[-1])
     )
     assert report_of(dry)["sent"] is False
+    # Apart from a repository of the same name in another organisation.
+    assert [path.name for path in (checkout / "dist").glob("[!.]*")] == ["acme--tiny-domino"]
     assert "Dry run: nothing was sent" in dry.stdout and "+ model.safetensors" in dry.stdout
     sent, again = report_of(first), report_of(second)
     assert hub.writes == [
@@ -484,6 +486,7 @@ def test_this_projects_own_space_and_kernels_are_published(name, hub, push):
     expected = {"app.py", "pair.json"} if kind == "space" else {"build/torch-cuda/metadata.json", "LICENSE"}
     assert expected <= files.keys()
     if kind == "kernel":
+        assert b'repo-id = "acme/kernels"' in files["build.toml"]
         assert "build.toml says version 1, so its tag is v1, got v2" in error_of(push("--tag", "v2", **words))
 
 
