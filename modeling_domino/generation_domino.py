@@ -242,6 +242,8 @@ def _decoding_method(
         rule, generation_config.do_sample, sampled="block" if tree is None else "match", tree=tree is not None
     )
     width = resolve_width(None if verify_width == AUTO else verify_width, drafter.config, least=0)
+    if static not in (True, False):
+        raise ValueError(f"`static` must be True or False, got {static!r}.")
     if static:
         if sized or tree is not None or costs is not None or auto_off:
             raise ValueError(

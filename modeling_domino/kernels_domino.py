@@ -125,7 +125,11 @@ def set_kernels(drafter, choice: str | os.PathLike = "auto", *, gates_table: boo
     choice = os.fspath(choice)
     if choice == "hub":
         choice = getattr(drafter.config, "kernels", None) or REPOSITORY
-    _CHOSEN[drafter] = Kernels(choice, gates_table)
+    made, before = Kernels(choice, gates_table), _CHOSEN.get(drafter)
+    # Static rounds hold caches: their memory is free at once.
+    for each in before.rounds if before is not None else ():
+        each.graphs.forget()
+    _CHOSEN[drafter] = made
     return kernel_report(drafter)
 
 

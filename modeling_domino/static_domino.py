@@ -118,7 +118,7 @@ class StaticRound:
         self.key: tuple = ()
         self.drafted_by: str | None = None
         self.target, self.drafter = weakref.ref(target), weakref.ref(drafter)
-        self.view: TargetView | None = None
+        self.release()
 
     @property
     def is_busy(self) -> bool:
@@ -163,8 +163,9 @@ class StaticRound:
         return [vocabulary.rows_of(layer) for layer in layers]
 
     def release(self) -> None:
-        """Lets go of the models."""
-        self.view = self._drafter = self._reader = self._clock = self._weights = None
+        """Lets go of the models, and may be used by another text."""
+        self.view: TargetView | None = None
+        self._drafter = self._reader = self._clock = self._weights = None
 
     def read_prompt(self, ids: torch.Tensor) -> None:
         """The prompt `[1, S]`; its anchor is the target's own token behind it, in `anchor` and `result`."""

@@ -243,3 +243,18 @@ def test_options_of_a_run_reach_the_kernels(local_kernels, kernel_device):
     assert drafter.kernel_report().chains["triton"] > 0
     drafter.set_kernels("torch")
     assert torch.equal(ids, drafter.spec_generate(target, prompt(4).to(kernel_device), max_new_tokens=6, candidates=3))
+
+
+def test_a_static_round_holds_the_kernels(local_kernels, kernel_device):
+    """They run as parts of the round, which is the graph, and draft what the torch functions draft."""
+    target, drafter = pair(kernel_device)
+    texts = []
+    for choice in ("torch", local_kernels):
+        drafter.set_kernels(choice)
+        options = {"max_new_tokens": 5, "candidates": 3, "static": True}
+        texts.append(generate_loop(target, drafter, prompt(5).to(kernel_device), **options).tolist())
+    report = drafter.kernel_report()
+    assert texts[0] == texts[1]
+    assert report.chains["triton"] == len(drafter.last_run.rounds) and report.chains["torch"] == 0
+    assert report.graphs == (kernel_device == "cuda")
+    assert not kernels_domino.kernels_of(drafter).rollouts._entries
