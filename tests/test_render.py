@@ -298,16 +298,45 @@ def test_a_tree_hangs_together():
 
 
 def test_a_run_that_drafted_nothing_is_loud():
-    nothing = {**TRACE, "rounds": [], "output_ids": [9]}
     plain = {**TRACE, "rounds": [round_record([], 0, 1)] * 2, "output_ids": [9, 1, 1]}
-    for trace in (nothing, plain):
-        (alert,) = [
-            e
-            for e in Page("".join(draw_timeline(trace, decode_markup))).elements
-            if e["attributes"].get("role") == "alert"
-        ]
-        assert alert["text"] == DID_NOT_RUN
+    (alert,) = [
+        e
+        for e in Page("".join(draw_timeline(plain, decode_markup))).elements
+        if e["attributes"].get("role") == "alert"
+    ]
+    assert alert["text"] == DID_NOT_RUN
     assert "Reading the prompt" in "".join(draw_timeline({"rounds": [], "output_ids": []}, decode, finished=False))
+
+
+def test_a_text_of_one_token_had_nothing_to_draft_and_is_no_alarm():
+    html = "".join(draw_timeline({**TRACE, "rounds": [], "output_ids": [9]}, decode_markup))
+    assert "Nothing was drafted: the text ended with its first token" in html and "alert" not in html
+
+
+def test_the_tokens_of_the_text_are_numbered_without_a_gap():
+    # The target's own token was numbered as if the miss before it were part of the text.
+    for trace, views in ((TRACE, ("dm-on", "dm-off")), (TREE_TRACE, ("dm-on",))):
+        for view in views:
+            html = "".join(draw_timeline(trace, decode_markup))
+            rows = re.findall(rf'<span class="dm-toks {view}.*?(?=<span class="dm-given)', html, re.DOTALL)
+            for row, position in zip(rows, (1, 5)):
+                numbers = sorted(int(number) for number in re.findall(r"Token (\d+) of the text", row))
+                assert numbers == list(range(position + 1, position + 1 + len(numbers)))
+
+
+def test_numbers_say_what_they_count():
+    html = "".join(draw_timeline(TRACE, decode_markup))
+    assert "2 target forwards for 5 tokens after the first" in html
+    assert "tokens the round gave, of the most it could" in html
+    assert 'title="At least so many: the record ends here">≥ ' in html
+
+
+def test_a_page_says_where_its_seconds_were_measured_or_that_nobody_knows():
+    assert "hardware not recorded" in draw_page(TRACE, decode_markup)
+    made = {**TRACE, "environment": {"hardware": "CPU <acme>, threads 2", "dtype": "float32"}}
+    assert "recording included · hardware CPU &lt;acme&gt;, threads 2 · dtype float32" in draw_page(
+        made, decode_markup
+    )
 
 
 def test_charts_count_what_the_trace_holds():
@@ -348,7 +377,7 @@ def test_a_race_stands_where_its_first_lane_arrives_and_names_the_first_differen
     assert [e["text"] for e in page.elements if e["tag"] == "b"] == ["2.0", "1.00×", "4.0", "2.00×"]
     race["recorded"][1] = lane("chain", [1, 2, 10, 4], 1.0)
     (verdict,) = Page("".join(draw_race(race, decode))).all("dm-verdict")
-    assert verdict["text"] == "Not identical: Domino differs first at token 3: “ten” instead of “three”."
+    assert verdict["text"] == "Not identical: Domino chain differs first at token 3: “ten” instead of “three”."
     race["recorded"][1] = lane("chain", [1, 2], 1.0)
     (verdict,) = Page("".join(draw_race(race, decode))).all("dm-verdict")
     assert "token 3: the end instead of “three”" in verdict["text"]

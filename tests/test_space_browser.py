@@ -236,7 +236,20 @@ def test_everything_is_reached_by_the_keyboard(browser, url):
         expect(page.locator(CHIPS).first).to_be_hidden()
         off = page.locator("#timeline .dm-off .dm-tok:visible").count()
         assert off >= sum(len(record["draft_ids"]) for record in rounds)
+        # Chips are still one stop away, though the one that had the focus is hidden.
+        page.keyboard.press("Tab")
+        assert page.evaluate(focused).startswith(("The first token, ", "Draft 1, "))
+        page.locator("#timeline .dm-headoff").focus()
         page.keyboard.press("Space")
+
+        # A chip tells again at every tap.
+        chip = page.locator(f"{CHIPS}.dm-own").first
+        for _ in range(2):
+            chip.click()
+            page.mouse.move(0, 0)
+            assert page.locator(".dm-tip").count() == 0
+            chip.dispatch_event("click")
+            assert page.locator(".dm-tip").count() == 1
 
         page.locator("#timeline .dm-scrub").focus()
         page.keyboard.press("ArrowLeft")
@@ -269,6 +282,12 @@ def test_a_race_replays_and_compares(browser, url):
         assert set(page.locator("#race .dm-count").all_inner_texts()) == {f"{total}/{total}"}
         page.locator("#race .dm-go").click()
         expect(page.locator("#race .dm-go")).to_contain_text("replay")
+        # Paused, a race goes on from where it is.
+        half = int(page.locator("#race .dm-time").get_attribute("max")) // 2
+        page.locator("#race .dm-time").fill(str(half))
+        page.locator("#race .dm-go").click()
+        page.locator("#race .dm-go").click()
+        assert int(page.locator("#race .dm-time").input_value()) >= half
         assert fits(page)
         take_picture(page, "race-1280-light.png", 800)
 

@@ -39,7 +39,7 @@ def draw_page(
     """The page as text; it loads nothing and knows no model.
 
     Args:
-        trace (`Mapping`): a whole trace (version 1 of the schema).
+        trace (`Mapping`): a whole trace (version 1 of the schema); its `environment`, where the run was made, may lack.
         decode (`Callable`): from a list of ids to text.
         prompt (`str`, *optional*): shown above the rounds.
         race (`Mapping`, *optional*): a recorded race, see [`draw_race`].
@@ -50,6 +50,7 @@ def draw_page(
         f"{trace['kind']} of block {trace['block_size']}, head {trace.get('head', 'not recorded')}",
         f"rule {trace['rule']}, temperature {trace['temperature']}",
         f"{len(trace['output_ids'])} tokens in {trace['seconds']:.2f} s, recording included",
+        *_environment(trace.get("environment")),
     ]
     asked = f'<h2>Prompt</h2><pre class="dm-text">{escape(printable(prompt))}</pre>' if prompt else ""
     raced = f"<h2>Race</h2>{''.join(draw_race(race, decode))}" if race else ""
@@ -86,3 +87,8 @@ dominoView(document.querySelector("main"));
 </body>
 </html>
 """
+
+
+def _environment(facts: Mapping[str, str] | None) -> list[str]:
+    """Without these the seconds say nothing, so their absence is said."""
+    return [f"{name} {value}" for name, value in facts.items()] if facts else ["hardware not recorded"]

@@ -14,7 +14,7 @@ from .timeline import shown_token
 NAMES = {
     "plain": "plain (target alone)",
     "head-off": "parallel only (head off)",
-    "chain": "Domino",
+    "chain": "Domino chain",
     "tree": "Domino tree",
 }
 

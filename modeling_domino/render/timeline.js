@@ -79,7 +79,13 @@ function dominoView(root) {
     if (event.target.matches(".dm-time")) { halt(); raceAt(Number(event.target.value) / 1000); }
   });
   root.addEventListener("change", (event) => {
-    if (event.target.matches(".dm-headoff")) { hide(); one(".dm-rows").classList.toggle("dm-show-off", event.target.checked); }
+    if (event.target.matches(".dm-headoff")) {
+      hide();
+      one(".dm-rows").classList.toggle("dm-show-off", event.target.checked);
+      // The chip that the Tab key stopped at may be hidden now; another one takes its place.
+      const chips = all(".dm-rows .dm-tok").filter((chip) => chip.offsetParent);
+      if (chips.length && !chips.some((chip) => chip.tabIndex === 0)) chips[0].setAttribute("tabindex", "0");
+    }
   });
   root.addEventListener("click", (event) => {
     if (event.target.closest(".dm-play")) {
@@ -88,14 +94,19 @@ function dominoView(root) {
       const now = Number(one(".dm-scrub").value);
       advance(now >= numbered().length ? 0 : now);
     }
-    if (event.target.closest(".dm-go")) race();
+    if (event.target.closest(".dm-go")) race(reached);
     const chip = chipOf(event);
-    if (chip) chip.focus();
+    if (chip) {
+      chip.focus();
+      // A second tap on a chip that has the focus already.
+      show(chip);
+    }
   });
 
   // The race: what each lane had written at one time of the common clock.
-  let frame = null;
+  let frame = null, reached = 0;
   function raceAt(seconds) {
+    reached = seconds;
     for (const lane of all(".dm-lane")) {
       const points = JSON.parse(lane.dataset.points), total = Number(lane.dataset.total);
       let tokens = 0;
@@ -113,9 +124,10 @@ function dominoView(root) {
     const button = one(".dm-go");
     if (button) button.textContent = "▶ replay the race";
   }
-  function race() {
+  function race(from = 0) {
     if (frame) return halt();
-    const end = Number(one(".dm-time").max) / 1000, started = performance.now();
+    const end = Number(one(".dm-time").max) / 1000;
+    const started = performance.now() - 1000 * (from < end ? from : 0);
     one(".dm-go").textContent = "❚❚ pause";
     const step = () => {
       if (!one(".dm-time")) return halt();

@@ -27,6 +27,7 @@ MEANINGS: dict[Kind, str] = {
     "unused": "never used",
 }
 DID_NOT_RUN = "The drafter did not run: every token of this text is the target's own."
+ENDED_FIRST = "Nothing was drafted: the text ended with its first token, which comes from reading the prompt."
 
 
 def draw_timeline(trace: Mapping[str, Any], decode: Callable[[list[int]], str], *, finished: bool = True) -> list[str]:
@@ -40,13 +41,14 @@ def draw_timeline(trace: Mapping[str, Any], decode: Callable[[list[int]], str], 
     rounds = trace["rounds"]
     switch = finished and can_switch_head_off(trace)
     rows, position = [], len(trace["output_ids"]) - sum(record["accepted"] + 1 for record in rounds)
+    summary = _summary(trace, finished, first=position == 1)
     if position == 1:
         rows.append(_prompt_row(trace["output_ids"][0], decode))
     for number, record in enumerate(rounds, start=1):
         rows.append(draw_row(number, record, decode, position=position, without_head=switch))
         position += record["accepted"] + 1
     return [
-        f'<div class="dm-top">{_summary(trace, finished)}{_legend()}{_controls(len(rounds), switch) if finished else ""}</div>',
+        f'<div class="dm-top">{summary}{_legend()}{_controls(len(rounds), switch) if finished else ""}</div>',
         '<div class="dm-rows" role="grid" aria-label="Rounds: one row per forward of the target">',
         *rows,
         f"</div>{draw_charts(rounds, switch) if finished and rounds else ''}",
@@ -71,7 +73,7 @@ def draw_row(
     """
     marks = classify_round(record)
     tree = record.get("parents") is not None
-    chips = [_chip(mark, record, decode, position + i) for i, mark in enumerate(marks)]
+    chips = _chips(marks, record, decode, position)
     body = _tree(record, marks, chips) if tree else "".join(chips)
     given = record["accepted"] + 1
     most = max(draft_depths(record), default=0) + 1
@@ -79,8 +81,8 @@ def draw_row(
     if without_head:
         off = classify_without_head(record)
         other = (
-            f'<span class="dm-toks dm-off">{"".join(_chip(mark, {}, decode, position + i) for i, mark in enumerate(off))}'
-            f"</span>{_given(sum(mark.kind in KEPT for mark in off), most, 'dm-off', open_end=_open_end(off))}"
+            f'<span class="dm-toks dm-off">{"".join(_chips(off, {}, decode, position))}</span>'
+            f"{_given(sum(mark.kind in KEPT for mark in off), most, 'dm-off', open_end=_open_end(off))}"
         )
     milliseconds = round(1000 * sum(record.get("stage_seconds", {}).values()))
     return (
@@ -111,16 +113,16 @@ def shown_token(text: str) -> str:
     return escape(text.removeprefix(" "))
 
 
-def _summary(trace: Mapping[str, Any], finished: bool) -> str:
+def _summary(trace: Mapping[str, Any], finished: bool, *, first: bool) -> str:
+    """What the rounds add up to; `first`: one token of the text came before them."""
     rounds = trace["rounds"]
     if not rounds:
-        words = DID_NOT_RUN if finished else "Reading the prompt …"
-        return f'<p class="dm-summary{" dm-alert" if finished else ""}"{" role=alert" if finished else ""}>{words}</p>'
+        return f'<p class="dm-summary">{ENDED_FIRST if finished else "Reading the prompt …"}</p>'
     tokens = sum(record["accepted"] + 1 for record in rounds)
     rescued = sum(mark.kind == "head" for record in rounds for mark in classify_round(record))
     words = [
         f'<b class="dm-tau">τ = {tokens / len(rounds):.2f}</b> tokens per target forward',
-        f"{_count(len(rounds), 'target forward')} for {_count(tokens, 'token')}",
+        f"{_count(len(rounds), 'target forward')} for {_count(tokens, 'token')}{' after the first' if first else ''}",
     ]
     if any(record.get("base_ids") for record in rounds):
         words.append(f"the Domino head rescued <b>{_count(rescued, 'token')}</b>")
@@ -138,13 +140,18 @@ def _legend() -> str:
         f"{escape(meaning)}</li>"
         for kind, meaning in MEANINGS.items()
     )
-    return f'<ul class="dm-legend" aria-label="Legend">{items}</ul>'
+    right = "<li><span><b>3</b> / 6</span>at the right: tokens the round gave, of the most it could</li>"
+    return f'<ul class="dm-legend" aria-label="Legend">{items}{right}</ul>'
 
 
 def _controls(count: int, switch: bool) -> str:
     if not count:
         return ""
-    toggle = '<label class="dm-switch"><input type="checkbox" class="dm-headoff">head off</label>' if switch else ""
+    toggle = (
+        '<label class="dm-switch"><input type="checkbox" class="dm-headoff">head off: the backbone\'s own picks</label>'
+        if switch
+        else ""
+    )
     return (
         '<div class="dm-controls"><button type="button" class="dm-play">▶ replay</button>'
         f'<label class="dm-scrubber">round <input type="range" class="dm-scrub" min="0" max="{count}" value="{count}" '
@@ -163,11 +170,21 @@ def _prompt_row(token_id: int, decode: Callable[[list[int]], str]) -> str:
 
 
 def _given(given: int, most: int, side: str, *, open_end: bool = False) -> str:
-    return f'<span class="dm-given {side}" role="gridcell">{"≥ " if open_end else ""}<b>{given}</b> / {most}</span>'
+    # The backbone was right even where the record of the round ends.
+    least = ' title="At least so many: the record ends here"' if open_end else ""
+    return f'<span class="dm-given {side}" role="gridcell"{least}>{"≥ " if open_end else ""}<b>{given}</b> / {most}</span>'
 
 
 def _open_end(marks: list[Mark]) -> bool:
     return all(mark.kind != "own" for mark in marks)
+
+
+def _chips(
+    marks: list[Mark], record: Mapping[str, Any], decode: Callable[[list[int]], str], position: int
+) -> list[str]:
+    """The chips of a round; its own token follows the kept drafts in the text, though the miss stands between them."""
+    kept = sum(mark.kind in ("accepted", "head") for mark in marks)
+    return [_chip(mark, record, decode, position + min(i, kept)) for i, mark in enumerate(marks)]
 
 
 def _chip(mark: Mark, record: Mapping[str, Any], decode: Callable[[list[int]], str], position: int) -> str:
