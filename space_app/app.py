@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 
 # Seconds between two drawings: a tab that gets more of them than it can draw freezes.
 PACE = 0.12
+RACED = (
+    "Every racer ran once, one after the other; shown on one clock. On a busy machine speeds differ from race to race."
+)
 EXAMPLES = [
     ["How many positive whole-number divisors does 196 have?"],
     ["Write a haiku about dominoes."],
@@ -152,7 +155,7 @@ def race(prompt: str, max_new_tokens: float, request: gr.Request) -> Iterator[tu
             if state["next"]:
                 yield note("Recording the race, one racer at a time."), *shown, trace, None, drawn
             else:
-                done = note("Recorded one after the other, shown on one clock."), *shown, trace
+                done = note(RACED), *shown, trace
                 yield *done, _replay_page(trace, prompt, state), drawn
         if ENGINE.is_stopped(visit):
             yield note("Stopped."), *shown, trace, None, []
@@ -163,7 +166,7 @@ def race(prompt: str, max_new_tokens: float, request: gr.Request) -> Iterator[tu
 def stop(request: gr.Request) -> list[str]:
     """Stops what this visit is generating."""
     ENGINE.stop(request.session_hash or "")
-    return note("Stopping at the end of this round.")
+    return note("Asked to stop: what runs for you ends with its round.")
 
 
 def start(request: gr.Request) -> tuple[list[str], list[str]]:
@@ -200,7 +203,9 @@ def _rounds(prompt: str, max_new_tokens: int, tree: bool, visit: str) -> Iterato
             )
             if ENGINE.is_stopped(visit):
                 words = f"Stopped. {words}"
-            yield trace, note(words) if drafter_ran(trace) else note(f"{DID_NOT_RUN} {words}", loud=True)
+            # Without a round there was nothing to draft: a stop, or a text of one token.
+            fine = drafter_ran(trace) or not trace["rounds"]
+            yield trace, note(words) if fine else note(f"{DID_NOT_RUN} {words}", loud=True)
         elif len(trace["rounds"]) == 0 or now - drawn >= PACE:
             drawn = now
             yield trace, note("Generating …")
@@ -210,6 +215,8 @@ def _replay_page(trace: dict, prompt: str, state: dict | None = None) -> str:
     """One self-contained file that shows this run again, without a model."""
     folder = Path(tempfile.mkdtemp(prefix="domino-replay-"))
     page = folder / "domino-replay.html"
+    facts = ENGINE.facts()
+    trace = {**trace, "environment": {name: facts[name] for name in ("hardware", "dtype", "versions")}}
     page.write_text(draw_page(trace, ENGINE.decode, prompt=prompt, race=state), encoding="utf-8")
     return str(page)
 
@@ -218,14 +225,15 @@ with gr.Blocks(
     title="Domino: see the draft being accepted", analytics_enabled=False, delete_cache=(3600, 3600)
 ) as demo:
     gr.HTML(
-        '<div class="domino dm-head-line"><h1>🁫 Domino: see the draft being accepted</h1><p>One parallel draft, one cheap '
-        "causal correction, one check by the target. The text is always the target's own; drafts only make it cheaper.</p></div>",
+        '<div class="domino dm-head-line"><h1>🁫 Domino: see the draft being accepted</h1><p>A small drafter guesses several '
+        "tokens at once; the target, a larger model, checks them in one forward and keeps those it would have written itself. "
+        "The text is always the target's own; drafts only make it cheaper.</p></div>",
         apply_default_css=False,
     )
     with gr.Row():
         prompt_box = gr.Textbox(label="Prompt", value=EXAMPLES[0][0], lines=2, max_lines=6, scale=5, elem_id="prompt")
         length_slider = gr.Slider(
-            8, MOST_NEW_TOKENS, value=64, step=8, label="Most new tokens", scale=2, min_width=200
+            8, MOST_NEW_TOKENS, value=64, step=8, label="Most new tokens", scale=3, min_width=240
         )
         drafts_radio = gr.Radio(["chain", "tree"], value="chain", label="Drafts", scale=1, min_width=150)
     with gr.Row():
@@ -268,9 +276,10 @@ def launch(**kwargs) -> None:
     try:
         ENGINE.load()
     except Refused as error:
-        logger.error("%s", error)
+        # The page names no folder; the log may.
+        logger.error("%s", error, exc_info=error.__cause__)
     theme = gr.themes.Soft(primary_hue="violet", font=["system-ui", "DejaVu Sans", "sans-serif"])
-    demo.queue(max_size=24).launch(theme=theme, css=CSS + PAGE_CSS, **kwargs)
+    demo.queue(max_size=24).launch(theme=theme, css=CSS + PAGE_CSS, show_error=True, **kwargs)
 
 
 if __name__ == "__main__":

@@ -70,25 +70,30 @@ class Engine:
                 )
             device = "cuda" if torch.cuda.is_available() else "cpu"
             dtype = torch.bfloat16 if device == "cuda" else torch.float32
-            revision = {} if self.revisions["target"] is None else {"revision": self.revisions["target"]}
+            # A target brings no code; without the word, a terminal would be asked.
+            stock = {"trust_remote_code": False}
+            if self.revisions["target"] is not None:
+                stock["revision"] = self.revisions["target"]
             code = {"trust_remote_code": True, "revision": self.revisions["drafter"] or "main"}
             try:
-                self.tokenizer = AutoTokenizer.from_pretrained(self.names["target"], **revision)
-                self.target = AutoModelForCausalLM.from_pretrained(self.names["target"], dtype=dtype, **revision)
+                self.tokenizer = AutoTokenizer.from_pretrained(self.names["target"], **stock)
+                self.target = AutoModelForCausalLM.from_pretrained(self.names["target"], dtype=dtype, **stock)
                 drafter = AutoModel.from_pretrained(self.names["drafter"], dtype=dtype, **code)
-            except (OSError, ValueError, ImportError) as error:
+                for role, model in (("target", self.target), ("drafter", drafter)):
+                    model.to(device).eval()
+                    # Traces name models, never a folder of this machine.
+                    model.config._name_or_path = self.public_name(role)
+                if not ON_ZERO_GPU:
+                    # There the main process must not compute.
+                    for _ in self._stream(drafter, self._inputs("Hi"), {"max_new_tokens": 2}):
+                        pass
+            except (OSError, ValueError, ImportError, RuntimeError) as error:
+                why = (str(error).strip() or type(error).__name__).splitlines()[0]
+                for role, name in self.names.items():
+                    why = why.replace(name, self.public_name(role))
                 raise Refused(
-                    f"The pair {self.names['target']} and {self.names['drafter']} could not be loaded: "
-                    f"{str(error).strip().splitlines()[0]}"
+                    f"The pair {self.public_name('target')} and {self.public_name('drafter')} could not be loaded: {why}"
                 ) from error
-            for role, model in (("target", self.target), ("drafter", drafter)):
-                model.to(device).eval()
-                # Traces name models, never a folder of this machine.
-                model.config._name_or_path = self.public_name(role)
-            if not ON_ZERO_GPU:
-                # There the main process must not compute.
-                for _ in self._stream(drafter, self._inputs("Hi"), {"max_new_tokens": 2}):
-                    pass
             self.drafter = drafter
 
     def decode(self, ids: list[int]) -> str:
@@ -102,7 +107,7 @@ class Engine:
     def public_name(self, role: str) -> str:
         """The Hub id of the "target" or "drafter", or the last name of its folder: never a path of this machine."""
         name = self.names[role]
-        return Path(name).name if Path(name).is_dir() else name
+        return Path(name).name if Path(name).is_dir() or Path(name).is_absolute() else name
 
     def facts(self) -> dict[str, str]:
         """What ran where, for the footer."""

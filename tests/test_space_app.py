@@ -79,6 +79,8 @@ def test_a_run_is_drawn_from_its_trace(app):
     assert "12 tokens in" in joined(status)
     page = Path(replay).read_text(encoding="utf-8")
     assert html in page and page.startswith("<!doctype html>")
+    facts = app.ENGINE.facts()
+    assert f"hardware {facts['hardware']} · dtype float32 · versions {facts['versions']}" in unescape(page)
 
 
 def test_while_it_streams_the_rows_that_are_there_do_not_change(app, monkeypatch):
@@ -89,10 +91,20 @@ def test_while_it_streams_the_rows_that_are_there_do_not_change(app, monkeypatch
         assert after[: len(before) - 1][2:] == before[2:-1]
 
 
-def test_a_run_without_drafts_says_so_loudly(app):
-    *_, (status, timeline, *_) = app.generate("a b c", 1, "chain", VISITOR)
+def test_a_run_without_drafts_says_so_loudly(app, monkeypatch):
+    *_, whole = app.ENGINE.rounds("a b c", 3)
+    plain = {"draft_ids": [], "accepted": 0, "own_id": 1}
+    monkeypatch.setattr(app, "run_rounds", lambda *args: iter([{**whole, "rounds": [plain, plain]}]))
+    *_, (status, timeline, *_) = app.generate("a b c", 3, "chain", VISITOR)
     assert 'role="alert"' in joined(status) and app.DID_NOT_RUN in said(status)
     assert app.DID_NOT_RUN in said(timeline)
+
+
+def test_a_stop_before_the_first_round_is_no_alarm(app):
+    app.stop(VISITOR)
+    *_, (status, timeline, *_) = app.generate("a b c", 40, "chain", VISITOR)
+    app.start(VISITOR)
+    assert "Stopped. 1 token in" in joined(status) and "alert" not in joined([*status, *timeline])
 
 
 @pytest.mark.parametrize(
@@ -161,7 +173,7 @@ def test_stop_is_for_the_visit_that_asked(app):
 def test_clients_call_the_endpoints_by_name_and_get_their_own_texts(app):
     from gradio_client import Client
 
-    app.demo.queue(max_size=24).launch(prevent_thread_lock=True, quiet=True, server_name="127.0.0.1")
+    app.launch(prevent_thread_lock=True, quiet=True, server_name="127.0.0.1")
     try:
         clients = [Client(app.demo.local_url, verbose=False, httpx_kwargs={"timeout": 120}) for _ in range(2)]
         prompts = ["a b c", "x y"]
@@ -176,6 +188,9 @@ def test_clients_call_the_endpoints_by_name_and_get_their_own_texts(app):
             assert joined(timeline).count('class="dm-row"') == len(trace["rounds"])
         *_, race = clients[0].predict("a b c", 16, api_name="/race")
         assert "All 4 texts are identical" in joined(race)
+        # What is not a number is named; it was a sentence about an unknown error.
+        with pytest.raises(Exception, match="Expected a `float`"):
+            clients[0].predict("a b c", "many", "chain", api_name="/generate")
         assert json.dumps(results[0][3]).count("draft_ids") == len(results[0][3]["rounds"])
     finally:
         app.demo.close()

@@ -120,11 +120,28 @@ def test_what_is_not_served_is_refused_in_a_sentence_and_the_engine_goes_on(engi
 
 def test_a_pair_that_cannot_be_loaded_is_named(module, space):
     engine = module.Engine(str(space.parent / "nowhere"), str(space.parent / "tiny-drafter"))
-    with pytest.raises(module.Refused, match="nowhere and .* could not be loaded: "):
+    with pytest.raises(module.Refused, match="nowhere and .* could not be loaded: ") as refusal:
         engine.load()
+    # A visitor reads it: it names no folder of this machine.
+    assert str(space.parent) not in str(refusal.value)
     engine.names["target"] = str(space.parent / "tiny-target")
     engine.load()
     assert list(engine.rounds(PROMPT, 2))[-1]["output_ids"] == target_ids(engine, length=2)
+
+
+@pytest.mark.parametrize("error", [ValueError(""), RuntimeError("CUDA out of memory"), ValueError("another width")])
+def test_a_pair_that_fails_at_its_first_run_is_a_sentence_too(module, space, monkeypatch, error):
+    """It ended the Space at its start; an error without a message even hid itself."""
+
+    def failing(*args):
+        raise error
+        yield
+
+    engine = module.Engine(str(space.parent / "tiny-target"), str(space.parent / "tiny-drafter"))
+    monkeypatch.setattr(engine, "_stream", failing)
+    with pytest.raises(module.Refused, match=f"could not be loaded: {str(error) or 'ValueError'}"):
+        engine.load()
+    assert engine.drafter is None
 
 
 def test_a_drafter_from_the_hub_must_be_pinned(module, space, monkeypatch):
