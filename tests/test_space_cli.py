@@ -42,6 +42,7 @@ def test_a_trace_is_recorded_and_replayed_without_the_models(pair, tmp_path, ext
     assert len(trace["output_ids"]) == 12 and trace["kind"] == ("tree" if extra else "chain")
     assert body(html.read_text()).count('class="dm-row"') == len(trace["rounds"])
     assert "a b &lt;b&gt; c" in html.read_text()
+    assert trace["environment"]["dtype"] == "float32" and trace["environment"]["hardware"] in html.read_text()
     done = run("trace", "--replay", out, "--html", again, *pair[:2])
     assert done.exit_code == 0, done.output
     assert body(again.read_text()) == body(html.read_text())
@@ -78,6 +79,41 @@ def test_wrong_usage_is_one_sentence(monkeypatch, tmp_path, arguments, sentence)
     assert done.exit_code == 2
     assert sentence in done.stderr and done.stderr.count("\n") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["broken.json", "other.json"]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"rounds": 5},
+        {"rounds": [{}]},
+        {"rounds": [{"draft_ids": [1], "accepted": 9, "own_id": 1}]},
+        {"rounds": [{"draft_ids": [1, 2], "accepted": 0, "own_id": 1, "base_ids": [1]}]},
+        {"rounds": [{"draft_ids": [1, 2], "accepted": 1, "own_id": 1, "parents": [0, 0], "path": [1]}]},
+        {"output_ids": "abc"},
+        {"output_ids": [-1]},
+        {"drafter": 5},
+        {"seconds": "long"},
+        {"prompt": 5},
+        {"prompt": "\ud800"},
+    ],
+)
+def test_a_damaged_trace_is_one_sentence_and_leaves_no_page(pair, tmp_path, damage):
+    whole = {"version": 1, "target": "acme/target", "drafter": "acme/drafter", "kind": "chain", "block_size": 4}
+    whole |= {"rule": "greedy", "temperature": 0.0, "rounds": [], "output_ids": [1], "seconds": 1.0}
+    (tmp_path / "trace.json").write_text(json.dumps({**whole, **damage}))
+    done = run("trace", "--replay", tmp_path / "trace.json", "--html", tmp_path / "page.html", *pair[:2])
+    assert done.exit_code == 2, done.output
+    assert done.stderr.startswith("Error: ") and done.stderr.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
+
+
+def test_a_trace_of_another_target_is_not_read_with_the_default_tokenizer(monkeypatch, tmp_path):
+    """Its page showed other words than the target had written."""
+    monkeypatch.setattr(show, "default_target_folder", lambda: tmp_path)
+    trace = {"version": 1, "target": "acme/target", "rounds": [], "output_ids": [1]}
+    (tmp_path / "trace.json").write_text(json.dumps(trace))
+    done = run("trace", "--replay", tmp_path / "trace.json", "--html", tmp_path / "page.html")
+    assert done.exit_code == 2 and "the tokenizer of its target, acme/target; name" in done.stderr
 
 
 def test_without_gradio_the_space_says_what_to_install(monkeypatch):

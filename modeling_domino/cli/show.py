@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from modeling_domino.cli.app import MaxNewTokens, app, one_sentence_errors
 from modeling_domino.cli.decode import DEMO_PROMPT, encode
 from modeling_domino.cli.pair import introduce, load_pair, require_sources, resolve_device
-from modeling_domino.default_pair import default_target_folder, trained_drafter_folder
+from modeling_domino.default_pair import HUB_ID, default_target_folder, trained_drafter_folder
 from modeling_domino.generation_domino import stream
-from modeling_domino.provenance import CHECKOUT
+from modeling_domino.provenance import CHECKOUT, hardware, package_versions
 from modeling_domino.render.page import draw_page
 from modeling_domino.space import require_checkout, stage_space
 from modeling_domino.stage import stage
@@ -79,6 +79,11 @@ def trace_command(
         if replay is not None:
             trace = read_trace(replay)
             require_sources(target)
+            if target is None and trace.get("target") not in (HUB_ID, default_target_folder().name):
+                raise ValueError(
+                    f"A trace is read with the tokenizer of its target, {trace.get('target')}; name its folder or Hub id with "
+                    "--target."
+                )
             tokenizer = AutoTokenizer.from_pretrained(target or default_target_folder())
         else:
             if not prompt.strip():
@@ -93,11 +98,14 @@ def trace_command(
             for _ in steps:
                 pass
             # The record has ids only; the page shows what was asked, also when it is made anew.
-            trace, tokenizer = {**pair.drafter.last_run.trace(), "prompt": prompt}, pair.tokenizer
+            record = {"prompt": prompt, "environment": _environment(pair.target)}
+            trace, tokenizer = {**pair.drafter.last_run.trace(), **record}, pair.tokenizer
+        # Drawn before anything is written: a damaged trace leaves no file.
+        page = html and _page(trace, tokenizer, replay)
         if out is not None:
             write(out, json.dumps(trace) + "\n")
         if html is not None:
-            write(html, draw_page(trace, tokenizer.decode, prompt=trace.get("prompt")))
+            write(html, page)
 
 
 def read_trace(path: Path) -> dict[str, Any]:
@@ -108,7 +116,7 @@ def read_trace(path: Path) -> dict[str, Any]:
     """
     try:
         trace = json.loads(path.read_text())
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ValueError(f"A trace is one JSON object, and {path} is not JSON.") from None
     if not isinstance(trace, dict) or trace.get("version") != 1 or not {"rounds", "output_ids"} <= set(trace):
         raise ValueError(f"A trace has version 1, rounds and output_ids, and {path} has not; record one with --out.")
@@ -117,10 +125,33 @@ def read_trace(path: Path) -> dict[str, Any]:
 
 def write(path: Path, text: str) -> None:
     """Writes a file as a whole or not at all, and says where."""
+    # First, because text that UTF-8 cannot hold would leave the scratch file behind.
+    data = text.encode("utf-8")
     scratch = path.with_name(f".{path.name}.new")
-    scratch.write_text(text, encoding="utf-8")
+    scratch.write_bytes(data)
     scratch.rename(path)
     typer.echo(path)
+
+
+def _page(trace: dict[str, Any], tokenizer: PreTrainedTokenizerBase, replay: Path | None) -> str:
+    try:
+        return draw_page(trace, tokenizer.decode, prompt=trace.get("prompt"))
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
+        if replay is None:
+            raise
+        raise ValueError(
+            f"The trace {replay} is damaged, it cannot be drawn ({error!r}); record it again with --out."
+        ) from error
+
+
+def _environment(target: PreTrainedModel) -> dict[str, str]:
+    """Where a run was made, as the page says it."""
+    machine, versions = hardware(target.device), package_versions()
+    return {
+        "hardware": machine.get("gpu") or f"CPU {machine['cpu']}, threads {machine['threads']}",
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "versions": f"torch {versions['torch']}, transformers {versions['transformers']}",
+    }
 
 
 def _default_drafter() -> str:
