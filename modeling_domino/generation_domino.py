@@ -141,8 +141,8 @@ def spec_generate(
         Prompts and generated ids, `[B, S + new]`, shorter sequences filled up with the pad token; `self.last_run` holds
         the statistics of the (first) sequence, `self.last_runs` those of all.
     """
-    if not temperature >= 0:
-        raise ValueError(f"`temperature` must be 0 (greedy) or positive, got {temperature}.")
+    if not isinstance(temperature, int | float) or not 0 <= temperature < float("inf"):
+        raise ValueError(f"`temperature` must be a number, 0 (greedy) or positive, got {temperature!r}.")
     if temperature > 0:
         # `generate` would otherwise apply its default top-k of 50.
         kwargs = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0, **kwargs}

@@ -122,6 +122,10 @@ def set_kernels(drafter, choice: str | os.PathLike = "auto", *, gates_table: boo
     Raises:
         ValueError, ImportError, OSError: if kernels were asked for by name and are not there.
     """
+    if not isinstance(choice, str | os.PathLike):
+        raise ValueError(
+            f"The kernels of a drafter are chosen by a word, a folder or a Hub id, got {choice!r}; 'auto' is the default."
+        )
     choice = os.fspath(choice)
     if choice == "hub":
         choice = getattr(drafter.config, "kernels", None) or REPOSITORY
@@ -313,7 +317,8 @@ def _input_table(kernels: Kernels, view, head, *tensors: torch.Tensor, embedding
         fits = rows is not None and rows.device == device and rows.dtype in DTYPES
         return rows if fits else None
     weights = head_weights(head)
-    state = versions_of([tensor for tensor in (weights.weight_ih, weights.bias_ih) if tensor is not None])
+    read = (weights.weight_ih, weights.bias_ih, *view.target.get_input_embeddings().parameters())
+    state = versions_of([tensor for tensor in read if tensor is not None])
     if kernels.table is None or kernels.table[0]() is not view.target or kernels.table[1] != state:
         size = view.target.get_input_embeddings().num_embeddings
         with torch.no_grad():

@@ -284,7 +284,9 @@ def test_spec_generate_samples_the_whole_law(target, drafter, input_ids):
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"temperature": -1.0}, "`temperature` must be 0 .greedy. or positive, got -1.0"),
+        ({"temperature": -1.0}, "`temperature` must be a number, 0 .greedy. or positive, got -1.0"),
+        ({"temperature": "hot"}, "`temperature` must be a number, 0 .greedy. or positive, got 'hot'"),
+        ({"temperature": float("inf")}, "`temperature` must be a number, 0 .greedy. or positive, got inf"),
         ({"rule": "typical"}, "`rule` must be one of greedy, match, speculative.*got 'typical'"),
         ({"rule": "match"}, "`rule='match'` needs do_sample=True, got do_sample=False"),
         ({"rule": "speculative"}, "`rule='speculative'` needs do_sample=True"),

@@ -145,8 +145,14 @@ def test_trained_weights_are_read_anew(local_kernels, block):
         drafter.prefix_gru.weight_ih_l0.mul_(-2.0)
         drafter.embed_proj[2].weight.mul_(-1.5)
         after, _ = roll_out(drafter, view, block.head, **inputs)
+        # The table holds what the target's embeddings give to the gates.
+        target.get_input_embeddings().weight.mul_(-3.0)
+        later, _ = roll_out(drafter, view, block.head, **inputs)
+        drafter.set_kernels("torch")
+        expected, _ = roll_out(drafter, view, block.head, **inputs)
     assert torch.equal(after, block("torch")[0])
     assert not torch.equal(after, before)
+    assert torch.equal(later, expected) and not torch.equal(later, after)
 
 
 # ---- the choice
@@ -172,6 +178,9 @@ def test_kernels_that_are_asked_for_must_be_there():
     _, drafter = pair()
     with pytest.raises(ImportError, match="told to use kernels, but there are no kernels here"):
         drafter.set_kernels("kernels")
+    for choice in (None, 3, ["torch"]):
+        with pytest.raises(ValueError, match="are chosen by a word, a folder or a Hub id, got"):
+            drafter.set_kernels(choice)
     with pytest.raises(ValueError, match="got 'kernel'; `python kernels/build.py` makes a build"):
         drafter.set_kernels("kernel")
 
