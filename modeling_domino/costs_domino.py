@@ -138,7 +138,7 @@ def measure_costs(
 
     # Up to the first size that covers all rows.
     sizes = [size for i, size in enumerate(SIZES) if i == 0 or SIZES[i - 1] < rows]
-    with taps, packed_pair(target, drafter, rows=min(rows, 64), prepack=drafter.prepack):
+    with taps, packed_pair(target, drafter, prepack=drafter.prepack):
         start_recording(cache)
         outputs = forward(CONTEXT, 0, 1)
         context = taps.read(outputs, device=drafter.device).to(drafter.dtype)

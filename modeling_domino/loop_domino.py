@@ -171,8 +171,7 @@ class DecodeLoop:
             )
 
     def _packed(self) -> PackedPair:
-        rows = 1 + (self.width if self.tree is None else self.tree.nodes)
-        return packed_pair(self.view.target, self.drafter, rows=rows, prepack=self.drafter.prepack)
+        return packed_pair(self.view.target, self.drafter, prepack=self.drafter.prepack)
 
     def _prefill(self) -> dict[int, Step]:
         """Reads the prompts and picks the first tokens, the first anchors."""

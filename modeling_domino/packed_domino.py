@@ -2,9 +2,10 @@
 
 A forward of one token reads every weight once. With plain linear layers one of five rows costs twice as much, because
 the multiplication lays the weights out anew each time; with weights laid out once, ahead, it costs little more than one
-row. The packed copies stand beside the model's own weights (so its memory doubles) and are used inside `with` blocks
-only: the model's modules, parameters and hooks stay as they are, and prompts and single rows take the usual way. Each
-generation looks whether the weights have changed, which costs about as much as a token.
+row. With several threads a single row gains too: measured layer by layer, so plain steps are as fast as they can be. The
+packed copies stand beside the model's own weights (so its memory doubles) and are used inside `with` blocks only: the
+model's modules, parameters and hooks stay as they are, and prompts take the usual way. Each generation looks whether the
+weights have changed, which costs about as much as a token.
 
 This is oneDNN's blocked layout, through the operators that torch's compiler emits for frozen weights. It knows nothing of
 drafters; results agree with the usual layers to rounding.
@@ -32,19 +33,20 @@ MOST_ROWS = 64
 # Packed must be this much faster in the measurement, or the second copy of the weights is not worth its memory.
 WORTH = 0.9
 REPEATS = 7
+# Of the measurement, whatever run comes first: what it finds holds for all later ones.
+MEASURED_ROWS = 4
 DTYPES = (torch.float32, torch.bfloat16)
 
 _PACKED: weakref.WeakKeyDictionary[nn.Module, PackedLinears] = weakref.WeakKeyDictionary()
 
 
-def packed_pair(target: nn.Module, drafter: nn.Module, *, rows: int, prepack: bool | None) -> PackedPair:
+def packed_pair(target: nn.Module, drafter: nn.Module, *, prepack: bool | None) -> PackedPair:
     """Target and drafter on packed weights, for forwards inside `with` blocks; `num_bytes` of the copies, 0 without any.
 
     The copies are made at the first call and live as long as their model.
 
     Args:
         target, drafter (`nn.Module`): what does not lie on a CPU, in fp32 or bf16, is left alone.
-        rows (`int`): how many rows a forward will have; packing is measured at that size.
         prepack (`bool`, *optional*): by default targets of up to 2 GiB are packed.
 
     Raises:
@@ -60,7 +62,7 @@ def packed_pair(target: nn.Module, drafter: nn.Module, *, rows: int, prepack: bo
         )
     if prepack is False or not sizes or (prepack is None and sum(sizes) > AUTOMATIC_BYTES):
         return NOTHING_PACKED
-    packed = [_PACKED.setdefault(model, PackedLinears(model, rows)) for model in (target, drafter)]
+    packed = [_PACKED.setdefault(model, PackedLinears(model)) for model in (target, drafter)]
     return PackedPair(packed)
 
 
@@ -93,19 +95,18 @@ NOTHING_PACKED = PackedPair([])
 class PackedLinears:
     """Packed copies of the linear layers of a model, in force between `__enter__` and `__exit__`.
 
-    Every shape of layer is measured once, packed against usual; shapes that do not gain are left alone. `refresh` packs
-    anew what has changed. Blocks may be nested, also from several threads.
+    Every shape of layer is measured once, packed against usual, with one row and with a few; what does not gain is left
+    alone. `refresh` packs anew what has changed. Blocks may be nested, also from several threads.
 
     Args:
         model (`nn.Module`): on the CPU; a weak reference is kept.
-        rows (`int`): rows of the measurement.
     """
 
-    def __init__(self, model: nn.Module, rows: int):
+    def __init__(self, model: nn.Module):
         self._model = weakref.ref(model)
-        self._rows = rows
         self._layers: dict[nn.Linear, _PackedLayer] = {}
-        self._worthwhile: dict[Any, bool] = {}
+        # For one row and for a few.
+        self._worthwhile: dict[Any, tuple[bool, bool]] = {}
         self._depth = 0
         self._lock = threading.Lock()
 
@@ -156,20 +157,25 @@ class PackedLinears:
 
     def _pack(self, linear: nn.Linear) -> _PackedLayer | None:
         kind = (tuple(linear.weight.shape), linear.weight.dtype, linear.bias is not None)
-        if self._worthwhile.get(kind) is False:
+        if self._worthwhile.get(kind) == (False, False):
             return None
         layer = _PackedLayer(linear)
         if kind not in self._worthwhile:
-            rows = torch.zeros(1, self._rows, linear.in_features, dtype=linear.weight.dtype)
-            packed, usual = _fastest_of(layer.packed, layer.usual, rows)
-            self._worthwhile[kind] = packed < WORTH * usual
-        return layer if self._worthwhile[kind] else None
+            gains = []
+            for count in (1, MEASURED_ROWS):
+                rows = torch.zeros(1, count, linear.in_features, dtype=linear.weight.dtype)
+                packed, usual = _fastest_of(layer.packed, layer.usual, rows)
+                gains.append(packed < WORTH * usual)
+            self._worthwhile[kind] = tuple(gains)
+        layer.one, layer.few = self._worthwhile[kind]
+        return layer if layer.one or layer.few else None
 
 
 class _PackedLayer:
-    """The forward of one linear layer: packed for a few rows, usual otherwise."""
+    """The forward of one linear layer: packed for one row or a few, where that gains, usual otherwise."""
 
     def __init__(self, linear: nn.Linear):
+        self.one = self.few = True
         self.weight, self.bias = linear.weight, linear.bias
         self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach().contiguous(), None)
         self._seen = _look_of(linear.weight)
@@ -186,8 +192,9 @@ class _PackedLayer:
         return types.MethodType(nn.Linear.forward, memo[id(self._linear())])
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        few = 1 < rows.numel() // self.weight.shape[1] <= MOST_ROWS
-        if few and rows.dtype == self.weight.dtype and not torch.is_grad_enabled():
+        count = rows.numel() // self.weight.shape[1]
+        gains = self.one if count == 1 else self.few and count <= MOST_ROWS
+        if gains and rows.dtype == self.weight.dtype and not torch.is_grad_enabled():
             return self.packed(rows)
         return self.usual(rows)
 

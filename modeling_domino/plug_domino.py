@@ -144,7 +144,7 @@ def run_assisted(
     set_last_runs(drafter, [])
     token = _SESSION.set(session)
     try:
-        with packed_pair(target, drafter, rows=session.width + 1, prepack=drafter.prepack) as packed:
+        with packed_pair(target, drafter, prepack=drafter.prepack) as packed:
             session.packed_bytes = packed.num_bytes
             result = original(
                 target,

@@ -296,7 +296,7 @@ def test_what_is_no_prompt_is_refused(ids):
     [
         ({"assistant_model": object()}, "has its drafter already"),
         ({"prompt_lookup_num_tokens": 3}, "got prompt_lookup_num_tokens"),
-        ({"temperature": float("nan")}, "must be 0 .greedy. or positive, got nan"),
+        ({"temperature": float("nan")}, "must be a number, 0 .greedy. or positive, got nan"),
         ({"stop_token_ids": []}, "must hold an id, got"),
         ({"verify_width": 2.5}, "must be an integer of at least 0, .*got 2.5"),
     ],

@@ -46,23 +46,22 @@ def two_layers(dtype: torch.dtype = torch.float32) -> nn.Sequential:
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
-@pytest.mark.parametrize("shape", [(2, 37), (1, 5, 37), (3, 4, 37), (1, 64, 37)])
+@pytest.mark.parametrize("shape", [(1, 37), (2, 37), (1, 5, 37), (3, 4, 37), (1, 64, 37)])
 @torch.no_grad()
 def test_packed_equals_usual(pack_everything, calls, dtype, shape):
     model, rows = two_layers(dtype), torch.linspace(-1, 1, 37).expand(shape).to(dtype)
     usual = model(rows)
-    with PackedLinears(model, rows=5).refresh():
+    with PackedLinears(model).refresh():
         calls.clear()
         torch.testing.assert_close(model(rows), usual, rtol=0, atol=ROUNDING[dtype])
         assert calls == [rows.numel() // 37] * 2
 
 
-@pytest.mark.parametrize("rows", [1, packed_domino.MOST_ROWS + 1])
 @torch.no_grad()
-def test_single_rows_and_prompts_take_the_usual_way(pack_everything, calls, rows):
-    model, inputs = two_layers(), torch.linspace(-1, 1, 37).expand(rows, 37)
+def test_prompts_take_the_usual_way(pack_everything, calls):
+    model, inputs = two_layers(), torch.linspace(-1, 1, 37).expand(packed_domino.MOST_ROWS + 1, 37)
     usual = model(inputs)
-    with PackedLinears(model, rows=5).refresh():
+    with PackedLinears(model).refresh():
         calls.clear()
         assert torch.equal(model(inputs), usual)
     assert calls == []
@@ -70,7 +69,7 @@ def test_single_rows_and_prompts_take_the_usual_way(pack_everything, calls, rows
 
 def test_gradients_are_those_of_the_usual_way(pack_everything, calls):
     model, inputs = two_layers(), torch.linspace(-1, 1, 37).expand(5, 37)
-    with PackedLinears(model, rows=5).refresh():
+    with PackedLinears(model).refresh():
         calls.clear()
         model(inputs).sum().backward()
     assert calls == [] and model[0].weight.grad.abs().sum() > 0
@@ -80,7 +79,7 @@ def test_gradients_are_those_of_the_usual_way(pack_everything, calls):
 def test_the_model_is_left_as_it_was(pack_everything):
     model = two_layers()
     before, state = [dict(vars(module)) for module in model.modules()], copy.deepcopy(model.state_dict())
-    with pytest.raises(KeyboardInterrupt), PackedLinears(model, rows=5).refresh():
+    with pytest.raises(KeyboardInterrupt), PackedLinears(model).refresh():
         assert "forward" in vars(model[0])
         raise KeyboardInterrupt
     assert [dict(vars(module)) for module in model.modules()] == before
@@ -90,7 +89,7 @@ def test_the_model_is_left_as_it_was(pack_everything):
 @torch.no_grad()
 def test_blocks_within_each_other_end_with_the_outer_one(pack_everything, calls):
     model, rows = two_layers(), torch.ones(5, 37)
-    packed = PackedLinears(model, rows=5).refresh()
+    packed = PackedLinears(model).refresh()
     with packed:
         with packed:
             pass
@@ -122,7 +121,7 @@ CHANGES = {
 @torch.no_grad()
 def test_changed_weights_are_packed_anew(pack_everything, calls, change):
     model, rows = two_layers(), torch.linspace(-1, 1, 37).expand(5, 37)
-    packed = PackedLinears(model, rows=5).refresh()
+    packed = PackedLinears(model).refresh()
     with packed:
         model(rows)
     CHANGES[change](model)
@@ -168,7 +167,7 @@ def test_between_rounds_the_models_are_the_consumers(pack_everything):
 def test_a_copy_of_a_packed_target_runs_on_its_own_weights(pack_everything):
     target = tiny_target()
     drafter = tiny_drafter(target)
-    with packed_pair(target, drafter, rows=5, prepack=True):
+    with packed_pair(target, drafter, prepack=True):
         twin = copy.deepcopy(target)
     target.lm_head.weight.data.zero_()
     expected = tiny_target().generate(prompt(7), do_sample=False, max_new_tokens=10)
@@ -180,10 +179,27 @@ def test_shapes_that_do_not_gain_are_left_alone(monkeypatch, calls):
     monkeypatch.setattr(packed_domino, "LEAST_WEIGHTS", 0)
     monkeypatch.setattr(packed_domino, "WORTH", 0.0)
     model = two_layers()
-    with PackedLinears(model, rows=5).refresh() as packed:
+    with PackedLinears(model).refresh() as packed:
         calls.clear()
         model(torch.ones(5, 37))
     assert calls == [] and packed.num_bytes == 0
+
+
+@pytest.mark.parametrize("gaining", [(), (1,), (4,), (1, 4)])
+def test_one_row_and_a_few_are_packed_where_each_gains(monkeypatch, calls, gaining):
+    """What is measured does not depend on the first run: a plain one once decided that blocks gain nothing either."""
+    monkeypatch.setattr(packed_domino, "LEAST_WEIGHTS", 0)
+    monkeypatch.setattr(
+        packed_domino, "_fastest_of", lambda first, second, rows: (0.1 if rows.shape[1] in gaining else 1.0, 1.0)
+    )
+    target = tiny_target()
+    drafter = tiny_drafter(target)
+    expected = target.generate(prompt(5), do_sample=False, max_new_tokens=12)
+    for width in (0, 3):
+        assert torch.equal(drafter.spec_generate(target, prompt(5), max_new_tokens=12, verify_width=width), expected)
+        assert (drafter.last_run.packed_bytes > 0) == bool(gaining)
+        assert (1 in calls) == (1 in gaining)
+        assert any(rows > 1 for rows in calls) == (4 in gaining)
 
 
 def test_adapted_and_offloaded_layers_are_left_alone(pack_everything):
@@ -192,14 +208,14 @@ def test_adapted_and_offloaded_layers_are_left_alone(pack_everything):
 
     model = nn.Sequential(Adapted(37, 37), nn.Linear(37, 37), nn.Linear(37, 37, device="meta"), nn.Linear(37, 37))
     model[1].forward = lambda rows: rows
-    with PackedLinears(model, rows=5).refresh() as packed:
+    with PackedLinears(model).refresh() as packed:
         assert packed.num_bytes == 37 * 37 * 4
     assert model[1].forward(1) == 1
 
 
 def test_copies_live_as_long_as_their_model(pack_everything):
     target = tiny_target()
-    with packed_pair(target, tiny_drafter(target), rows=5, prepack=None) as packed:
+    with packed_pair(target, tiny_drafter(target), prepack=None) as packed:
         assert packed.num_bytes > 0
     del packed
     alive = weakref.ref(target)
