@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
+import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -135,11 +138,11 @@ def test_the_space_runs_from_a_staged_folder_with_the_pair_beside_it(monkeypatch
 
     def start(command, *, cwd, env):
         started.append((command[1:], cwd, env))
-        return SimpleNamespace(returncode=7)
+        return SimpleNamespace(wait=lambda: 7)
 
     monkeypatch.setattr(show, "CHECKOUT", tmp_path)
     monkeypatch.setattr(show.importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(subprocess, "run", start)
+    monkeypatch.setattr(subprocess, "Popen", start)
     assert run("space", "--port", 7999, *pair).exit_code == 7
     ((command, folder, environment),) = started
     assert (command, folder) == (["app.py"], tmp_path / "dist" / "space")
@@ -148,3 +151,35 @@ def test_the_space_runs_from_a_staged_folder_with_the_pair_beside_it(monkeypatch
     assert named["target"] == pair[1]
     assert named["drafter"] == str(tmp_path / "dist" / "space-pair" / "drafter")
     assert (tmp_path / "dist" / "space-pair" / "drafter" / "modeling_domino.py").is_file()
+
+
+ENDED = """
+import sys
+from pathlib import Path
+from modeling_domino.cli import app, show
+show.stage_space = lambda *args, **kwargs: Path(sys.argv[1])
+show.stage = lambda drafter, output: (output, [])
+app(["space", "--target", sys.argv[2], "--drafter", sys.argv[3]])
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
+def test_ending_the_command_ends_the_server(pair, tmp_path):
+    started = tmp_path / "pid"
+    (tmp_path / "app.py").write_text(
+        "import os, pathlib, time\n"
+        "pathlib.Path('pid.part').write_text(str(os.getpid()))\n"
+        "os.rename('pid.part', 'pid')\ntime.sleep(300)\n"
+    )
+    command = subprocess.Popen([sys.executable, "-c", ENDED, str(tmp_path), pair[1], pair[3]])
+    try:
+        deadline = time.monotonic() + 60
+        while not started.exists() and time.monotonic() < deadline and command.poll() is None:
+            time.sleep(0.05)
+        server = int(started.read_text())
+        command.terminate()
+        assert command.wait(timeout=30) != 0
+    finally:
+        command.kill()
+    with pytest.raises(ProcessLookupError):
+        os.kill(server, 0)

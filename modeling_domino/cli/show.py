@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -49,11 +50,18 @@ def space(
             drafter, _ = stage(drafter, output=CHECKOUT / "dist" / "space-pair" / Path(drafter).resolve().name)
         folder = stage_space(CHECKOUT / "dist" / "space", drafter=str(drafter), revision=revision, target=target)
     environment = {} if port is None else {"GRADIO_SERVER_PORT": str(port)}
+    server = subprocess.Popen([sys.executable, "app.py"], cwd=folder, env={**os.environ, **environment})
+    # Whoever ends this process means the server, which would go on serving otherwise.
+    before = signal.signal(signal.SIGTERM, lambda number, frame: server.terminate())
     try:
-        done = subprocess.run([sys.executable, "app.py"], cwd=folder, env={**os.environ, **environment})
+        code = server.wait()
     except KeyboardInterrupt:
+        # The terminal has told both.
+        server.wait()
         return
-    raise typer.Exit(done.returncode)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    raise typer.Exit(code)
 
 
 @app.command("trace")
