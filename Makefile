@@ -41,7 +41,7 @@ space-record: .venv/stamp-dev
 	DOMINO_RECORD=space_app/measured.json $(BIN)/python -m pytest -m browser tests/test_space_browser.py -k how_long
 
 # The default drafter's numbers, resumable: every method at temperature 0, plain, chain and tree at 1 (about an hour on two
-# cores); what its options are worth; the cost of a round by context. `pages` renders card and README from what they wrote.
+# cores with nothing else running); what its options are worth; the cost of a round by context. `pages` renders what they wrote.
 CARD := SmolLM2-135M-Instruct-Domino-b5
 BENCH := $(BIN)/domino bench --max-new-tokens 128
 TASKS := --tasks gsm8k,math500,humaneval,mbpp,mt-bench
@@ -50,7 +50,7 @@ VARIANTS := chain $(WIDTHS:%=chain:verify-width=%) chain:candidates=0 chain:draf
 TREE := --tree-nodes 16 --tree-lanes 8 --tree-children 8
 
 results: .venv/stamp-dev
-	$(BENCH) $(TASKS) $(TREE) --out runs/results --max-samples 12 --temperatures 0 \
+	$(BENCH) $(TASKS) $(TREE) --out runs/results --max-samples 6 --temperatures 0 \
 		--methods plain,prompt-lookup,head-off,chain,tree,chain-stock
 	$(BENCH) $(TASKS) $(TREE) --out runs/results --max-samples 12 --temperatures 1 --methods plain,chain,tree
 	mkdir -p hub_cards/$(CARD)/results/benchmark
@@ -60,7 +60,7 @@ results: .venv/stamp-dev
 	cp runs/results/records*.jsonl runs/results/provenance.json hub_cards/$(CARD)/results/benchmark/
 
 variants: .venv/stamp-dev
-	$(BENCH) $(TASKS) $(TREE) --out runs/variants --max-samples 4 --temperatures 0 \
+	$(BENCH) $(TASKS) $(TREE) --out runs/variants --max-samples 3 --temperatures 0 \
 		--methods "$$(echo $(VARIANTS) | tr ' ' ,)"
 	cp runs/variants/summary.json hub_cards/$(CARD)/results/variants.json
 

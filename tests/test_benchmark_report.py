@@ -338,6 +338,9 @@ def test_variants_are_compared_with_their_method_and_methods_with_the_chain(tmp_
     assert "| tree / chain | 0.67 [0.67, 0.67] | not run | 0.67 [0.67, 0.67] |" in report
     page = tmp_path / "page.md"
     page.write_text("<!-- variants: run/summary.json -->\n<!-- /variants -->\n")
+    page.write_text(page.read_text() + "<!-- contexts: run/summary.json -->\n<!-- /contexts -->\n")
+    # A round of the chain takes 1.5 tokens of plain generation, and so does one of the tree on half of it: 0.75.
+    assert "| gsm8k | 5.0 | 1.50 | 0.75 | 100 | 100 | 100 |" in render_blocks(page)
     row = "| chain:verify-width=2 / chain | 2.00 / 3 [2.00, 2.00] | 2.67 [2.67, 2.67] | 0.67 [0.67, 0.67] | 1.33 [1.33, 1.33] |"
     assert row in render_blocks(page)
 

@@ -72,6 +72,31 @@ def variants_block(summary: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
+def contexts_block(summary: dict[str, Any]) -> str:
+    """The cost of a round by task, which is a length of context: in tokens of plain generation at the same place."""
+    results = summary["results"]
+    run = _methods_run(results)
+    tasks = [task for task in results["plain"] if task != "average"]
+    rows = [
+        [
+            task,
+            number(results["plain"][task]["tokens_per_second"], 1),
+            *(number(cells[task]["round_cost"]) for cells in run.values()),
+            *(number(cells[task]["peak_memory_mb"], 0) for cells in (results["plain"], *run.values())),
+        ]
+        for task in tasks
+    ]
+    costs, memory = (f"round cost, {name}" for name in run), (f"memory MB, {name}" for name in ("plain", *run))
+    return table(["context", "plain tokens/s", *costs, *memory], rows)
+
+
+BLOCKS = {
+    "results": (results_block, speed_block),
+    "variants": (variants_block,),
+    "contexts": (contexts_block,),
+}
+
+
 def _methods_run(results: dict[str, Any]) -> dict[str, Any]:
     """The drafting methods with a number; variants have a block of their own."""
     return {
@@ -89,14 +114,13 @@ def _answers(run: dict[str, Any]) -> str:
 def render_blocks(page: Path) -> str:
     """The text of a Markdown page with its result blocks made anew from the summaries that they name.
 
-    A block stands between `<!-- results: FILE -->` and `<!-- /results -->`, or with `variants` for `results`; FILE is
-    relative to the page.
+    A block stands between `<!-- results: FILE -->` and `<!-- /results -->`, likewise the other `BLOCKS`; FILE is relative
+    to the page.
     """
 
     def block(match: re.Match) -> str:
         summary = json.loads((page.parent / match["file"]).read_text(encoding="utf-8"))
-        blocks = [results_block, speed_block] if match["kind"] == "results" else [variants_block]
-        return "\n\n".join([match["start"], *(make(summary) for make in blocks), match["end"]])
+        return "\n\n".join([match["start"], *(make(summary) for make in BLOCKS[match["kind"]]), match["end"]])
 
-    pattern = r"(?P<start><!-- (?P<kind>results|variants): (?P<file>\S+) -->)\n.*?(?P<end><!-- /(?P=kind) -->)"
+    pattern = rf"(?P<start><!-- (?P<kind>{'|'.join(BLOCKS)}): (?P<file>\S+) -->)\n.*?(?P<end><!-- /(?P=kind) -->)"
     return re.sub(pattern, block, page.read_text(encoding="utf-8"), flags=re.DOTALL)
