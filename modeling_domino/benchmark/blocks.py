@@ -77,12 +77,16 @@ def contexts_block(summary: dict[str, Any]) -> str:
     results = summary["results"]
     run = _methods_run(results)
     tasks = [task for task in results["plain"] if task != "average"]
+
+    def shown(cells: dict[str, Any], task: str, name: str, digits: int) -> str:
+        return NOT_RUN if cells[task] == NOT_RUN else number(cells[task][name], digits)
+
     rows = [
         [
             task,
-            number(results["plain"][task]["tokens_per_second"], 1),
-            *(number(cells[task]["round_cost"]) for cells in run.values()),
-            *(number(cells[task]["peak_memory_mb"], 0) for cells in (results["plain"], *run.values())),
+            shown(results["plain"], task, "tokens_per_second", 1),
+            *(shown(cells, task, "round_cost", 2) for cells in run.values()),
+            *(shown(cells, task, "peak_memory_mb", 0) for cells in (results["plain"], *run.values())),
         ]
         for task in tasks
     ]
