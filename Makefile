@@ -53,6 +53,8 @@ results: .venv/stamp-dev
 	$(BENCH) $(TASKS) $(TREE) --out runs/results --max-samples 6 --temperatures 0 \
 		--methods plain,prompt-lookup,head-off,chain,tree,chain-stock
 	$(BENCH) $(TASKS) $(TREE) --out runs/results --max-samples 12 --temperatures 1 --methods plain,chain,tree
+	$(BENCH) $(TASKS) $(TREE) --out runs/results --max-samples 6 --temperatures 1 \
+		--methods chain,tree:tree-nodes=48:tree-lanes=16:tree-children=12
 	mkdir -p hub_cards/$(CARD)/results/benchmark
 	cp runs/results/summary.json hub_cards/$(CARD)/results/dev.json
 	cp runs/results/tasks.svg hub_cards/$(CARD)/results/
@@ -60,7 +62,7 @@ results: .venv/stamp-dev
 	cp runs/results/records*.jsonl runs/results/provenance.json hub_cards/$(CARD)/results/benchmark/
 
 variants: .venv/stamp-dev
-	$(BENCH) $(TASKS) $(TREE) --out runs/variants --max-samples 3 --temperatures 0 \
+	$(BENCH) --tasks gsm8k,math500,humaneval $(TREE) --out runs/variants --max-samples 3 --temperatures 0 \
 		--methods "$$(echo $(VARIANTS) | tr ' ' ,)"
 	cp runs/variants/summary.json hub_cards/$(CARD)/results/variants.json
 

@@ -50,8 +50,8 @@ def test_its_measured_acceptance(folder):
     assert chain["average"]["tau_ci"][0] >= 1.7
     assert chain["gsm8k"]["speedup_ci"][0] >= 1.15 and chain["average"]["speedup_ci"][0] >= 1.15
     for results in (summary["results"], summary["results_at"]["1"]):
-        assert results["tree"]["average"]["beside"]["method"] == "chain"
-        assert results["tree"]["average"]["beside"]["tau_ratio"] >= 1.15
+        trees = [cells["average"] for name, cells in results.items() if name.startswith("tree")]
+        assert max(cell["beside"]["tau_ratio_ci"][0] for cell in trees if cell != "not run") >= 1.15
     assert all(chain[task]["tau"] > off[task]["tau"] for task in ("gsm8k", "math500", "humaneval", "mbpp", "mt-bench"))
     assert summary["tokens"]["compared"] > 10_000 and summary["tokens"]["differing"] == 0
 

@@ -51,19 +51,18 @@ def speed_block(summary: dict[str, Any]) -> str:
 
 
 def variants_block(summary: dict[str, Any]) -> str:
-    """The variants of a summary beside their methods, on average over tasks."""
+    """The methods and variants of a summary beside the chain, on average over tasks."""
     parts = []
     for temperature, results in by_temperature(summary).items():
         rows = []
         for name, cells in results.items():
             cell = cells["average"]
             if cell != NOT_RUN and not name.startswith("plain"):
-                pair = f"{name} / {cell['beside']['method']}" if cell.get("beside") else name
                 ratios = [
                     ratio_text(cell, ratio) if cell.get("beside") else "" for ratio in ("tau_ratio", "speed_ratio")
                 ]
-                rows.append([pair, tau_text(cell), speedup_text(cell), *ratios])
-        header = ["method / compared with", "tau", "speed-up", "ratio of tau", "ratio of speed"]
+                rows.append([name, tau_text(cell), speedup_text(cell), *ratios])
+        header = ["method", "tau", "speed-up", "tau of the chain's", "speed of the chain's"]
         tasks = [task for task in results["plain"] if task != "average"]
         parts += [
             f"Temperature {temperature}, average over {', '.join(tasks)}, {_answers(results)}:",

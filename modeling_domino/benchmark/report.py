@@ -263,16 +263,18 @@ def _temperature(name: str, records: Sequence[Record], results: dict[str, Any], 
 
 
 def _beside(results: dict[str, Any], tasks: Sequence[str]) -> list[str]:
-    """Ratios to the chain, and of variants to their method; no section where there is none."""
+    """Ratios to the chain; no section where there is none."""
     sections = []
     for ratio, title in (("tau_ratio", "tau"), ("speed_ratio", "speed")):
         rows = [
-            [f"{method} / {cells['average']['beside']['method']}", *(ratio_text(cells[task], ratio) for task in tasks)]
+            [method, *(ratio_text(cells[task], ratio) for task in tasks)]
             for method, cells in results.items()
             if cells["average"] != NOT_RUN and cells["average"].get("beside")
         ]
         if rows:
-            sections.append(f"### Ratio of {title}, paired over prompts\n\n{table(['methods', *tasks], rows)}")
+            sections.append(
+                f"### Ratio of {title} to the chain, paired over prompts\n\n{table(['method', *tasks], rows)}"
+            )
     return sections
 
 

@@ -146,13 +146,12 @@ def _results(records: Sequence[Record], baseline: str, settings: dict[str, Any],
 def _beside(
     records: Sequence[Record], method: str, tasks: Sequence[str], resamples: int
 ) -> dict[str, dict[str, Any] | None] | None:
-    """How a variant compares with its method, and a method with the chain, over the prompts that both have answered.
+    """How a method or variant compares with the chain, over the prompts that both have answered.
 
-    By task, and the mean over tasks: ratios of tau and of speed with paired intervals; `None` without the other.
+    By task, and the mean over tasks: ratios of tau and of speed with paired intervals; `None` without the chain.
     """
-    other = "chain" if method in METHODS else method_of(method)
-    others = {_prompt(record): record for record in records if record["method"] == other}
-    if method == other or not others:
+    others = {_prompt(record): record for record in records if record["method"] == "chain"}
+    if method == "chain" or not others:
         return None
     strata = {}
     for task in tasks:
@@ -162,7 +161,7 @@ def _beside(
     def ratios(chosen: list[Sequence[Unit]]) -> dict[str, Any] | None:
         if not chosen:
             return None
-        numbers: dict[str, Any] = {"method": other}
+        numbers: dict[str, Any] = {}
         for name, statistic in (("tau_ratio", tau_ratio_of), ("speed_ratio", speedup_of)):
             values = [statistic([sum(column) for column in zip(*units)]) for units in chosen]
             known = [value for value in values if value is not None]

@@ -33,7 +33,7 @@ def speedup_text(cell: Any) -> str:
 
 
 def ratio_text(cell: Any, name: str) -> str:
-    """A ratio to another method, "tau_ratio" or "speed_ratio", and its interval."""
+    """A ratio to the chain, "tau_ratio" or "speed_ratio", and its interval."""
     beside = None if cell == NOT_RUN else cell.get("beside")
     return NOT_RUN if beside is None else f"{number(beside[name])}{interval(beside[f'{name}_ci'])}"
 
