@@ -73,11 +73,11 @@ def test_a_card_follows_its_result_file(tmp_path):
     folder = copy_of(DEFAULT, tmp_path)
     before = cards.render(folder)
     summary = json.loads((folder / "results" / "dev.json").read_text())
-    summary["results"]["chain"]["average"].update(speedup=1.23, speedup_ci=[1.11, 1.34])
+    summary["results"]["chain"]["average"].update(speedup=3.23, speedup_ci=[3.11, 3.34])
     summary["results"]["chain"]["gsm8k"]["tau"] = 3.21
     (folder / "results" / "dev.json").write_text(json.dumps(summary))
     after = cards.render(folder)
-    assert "1.23x as fast as plain generation on this hardware: it pays." in after and "1.23x" not in before
+    assert "3.23x as fast as plain generation on this hardware: it pays." in after and "3.23x" not in before
     assert "| gsm8k |" in after and "3.21 / 6" in after and "value: 3.21" in after
 
 
