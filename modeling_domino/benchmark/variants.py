@@ -51,10 +51,25 @@ def _value(name: str, option: str, text: str) -> str | int:
         if text in WORDS[option]:
             return text
         raise ValueError(f"`{option}` is {' or '.join(WORDS[option])}, got {name}.")
-    if option in SIZES and text == "auto":
-        return text
     least = 0 if option in ("candidates", "draft-vocab") else 1
+    return size_of(option, text, least=least, auto=option in SIZES, came=name)
+
+
+def size_of(
+    option: str, text: str | None, *, least: int = 1, auto: bool = True, came: str | None = None
+) -> str | int | None:
+    """The number that an option was given, or "auto" where it may be; `None` if it was left out.
+
+    Args:
+        came (`str`, *optional*): what the error shows, by default `text`.
+
+    Raises:
+        ValueError: if it is neither.
+    """
+    if text is None or (auto and text == "auto"):
+        return text
     if text.isascii() and text.isdigit() and int(text) >= least:
         return int(text)
-    auto = ", or auto" if option in SIZES else ""
-    raise ValueError(f"`{option}` must be a number of at least {least}{auto}, got {name}.")
+    raise ValueError(
+        f"`{option}` must be a number of at least {least}{', or auto' if auto else ''}, got {text if came is None else came}."
+    )

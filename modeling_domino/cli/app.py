@@ -42,15 +42,6 @@ DraftVocab = Annotated[
 WithAutoOff = Annotated[bool, typer.Option("--auto-off", help="Stop drafting where plain steps are faster.")]
 
 
-def size_of(option: str, text: str | None) -> int | str | None:
-    """The number that an option was given, or "auto"."""
-    if text is None or text == "auto":
-        return text
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise ValueError(f"`{option}` must be a number of at least 1, or auto, got {text}.")
-    return int(text)
-
-
 @contextmanager
 def one_sentence_errors(*sources: str | None) -> Iterator[None]:
     """Turns what a user can get wrong into one sentence and exit code 2; a failure to read `sources` names them."""

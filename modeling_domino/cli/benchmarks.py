@@ -20,6 +20,7 @@ from modeling_domino.benchmark.report import write_report
 from modeling_domino.benchmark.run import models_facts, require_methods, run_benchmark, shard_of_process, wait_for_all
 from modeling_domino.benchmark.server import CONCURRENCIES, ServerSettings, parse_arms, run_servers
 from modeling_domino.benchmark.summary import METHODS
+from modeling_domino.benchmark.variants import size_of
 from modeling_domino.cli.app import (
     AsJson,
     Candidates,
@@ -28,7 +29,6 @@ from modeling_domino.cli.app import (
     WithAutoOff,
     app,
     one_sentence_errors,
-    size_of,
 )
 from modeling_domino.cli.pair import Pair, folder_of, introduce, load_pair, require_sources, resolve_device
 from modeling_domino.provenance import provenance

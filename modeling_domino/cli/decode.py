@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from modeling_domino import DominoConfig, DominoDraftModel
 from modeling_domino.benchmark.run import first_difference
+from modeling_domino.benchmark.variants import size_of
 from modeling_domino.cli.app import (
     AsJson,
     Candidates,
@@ -29,7 +30,6 @@ from modeling_domino.cli.app import (
     app,
     first_sentence,
     one_sentence_errors,
-    size_of,
 )
 from modeling_domino.cli.pair import Pair, introduce, load_pair, require_sources, resolve_device
 from modeling_domino.facts import drafter_facts
