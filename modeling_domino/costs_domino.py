@@ -24,6 +24,7 @@ from transformers import DynamicCache
 
 from .cache_domino import DominoCache, cache_keyword, drop_last, start_recording
 from .drafting_domino import DraftOptions, draft_chain, draft_tree
+from .grouped_domino import attention_of, grouped_heads
 from .packed_domino import packed_pair
 from .record_domino import StageClock, name_of, synchronize
 from .sizing_domino import Costs
@@ -34,7 +35,7 @@ from .tree_domino import TreeShape
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2
 # Sizes of a verification that are measured, as far as a run needs them.
 SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 65, 96, 128, 256)
 # Context behind which is measured: a middling one, since the file serves all.
@@ -85,7 +86,7 @@ def facts_of(view: TargetView, drafter, options: DraftOptions, tree: TreeShape |
         "target_class": type(target).__name__,
         "target_parameters": sum(parameter.numel() for parameter in target.parameters()),
         "dtype": str(target.dtype),
-        "attention": target.config.get_text_config()._attn_implementation,
+        "attention": attention_of(target),
         "drafter": name_of(drafter),
         "drafter_dtype": str(drafter.dtype),
         "block_size": drafter.config.block_size,
@@ -138,7 +139,7 @@ def measure_costs(
 
     # Up to the first size that covers all rows.
     sizes = [size for i, size in enumerate(SIZES) if i == 0 or SIZES[i - 1] < rows]
-    with taps, packed_pair(target, drafter, prepack=drafter.prepack):
+    with taps, packed_pair(target, drafter, prepack=drafter.prepack), grouped_heads(target):
         start_recording(cache)
         outputs = forward(CONTEXT, 0, 1)
         context = taps.read(outputs, device=drafter.device).to(drafter.dtype)

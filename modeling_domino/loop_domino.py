@@ -19,6 +19,7 @@ from transformers import StoppingCriteriaList
 
 from .cache_domino import DominoCache, compact, drop_last, keep_context, keep_rows, start_recording
 from .drafting_domino import DraftChain, DraftOptions, draft_chain, draft_tree
+from .grouped_domino import grouped_heads
 from .packed_domino import PackedPair, packed_pair
 from .record_domino import Run, StageClock, Step, details_of, name_of, set_last_runs
 from .sizing_domino import AutoOff, Costs, PastWidth
@@ -329,9 +330,10 @@ class DecodeLoop:
         if mask is None and self.mask is not None:
             mask = self.mask[:, : self.columns + input_ids.shape[1]]
         self.taps.listen()
-        return self.view.target(
-            input_ids=input_ids, attention_mask=mask, position_ids=positions, use_cache=True, **kwargs
-        )
+        with grouped_heads(self.view.target):
+            return self.view.target(
+                input_ids=input_ids, attention_mask=mask, position_ids=positions, use_cache=True, **kwargs
+            )
 
     def _commit(
         self, steps: dict[int, Step], accepted: torch.Tensor, own: torch.Tensor, *, kept: int

@@ -39,6 +39,7 @@ from .costs_domino import costs_of  # noqa: F401
 from .drafting_domino import draft_chain  # noqa: F401
 from .generation_domino import spec_generate
 from .graphs_domino import Graphs  # noqa: F401
+from .grouped_domino import grouped_heads  # noqa: F401
 from .head_domino import DominoHead
 from .kernels_domino import KernelReport, kernel_report, set_kernels
 from .loop_domino import DecodeLoop  # noqa: F401

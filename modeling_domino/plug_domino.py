@@ -31,6 +31,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from .cache_domino import DominoCache, cache_keyword, cache_of, check_cache, check_continued_cache, empty_filled_cache
 from .drafting_domino import DraftChain, draft_chain, resolve_options
 from .generation_domino import check_processors, resolve_rule, resolve_width
+from .grouped_domino import grouped_heads
 from .packed_domino import packed_pair
 from .record_domino import Run, StageClock, Step, details_of, name_of, set_last_runs
 from .taps_domino import TargetTaps
@@ -144,7 +145,7 @@ def run_assisted(
     set_last_runs(drafter, [])
     token = _SESSION.set(session)
     try:
-        with packed_pair(target, drafter, prepack=drafter.prepack) as packed:
+        with packed_pair(target, drafter, prepack=drafter.prepack) as packed, grouped_heads(target):
             session.packed_bytes = packed.num_bytes
             result = original(
                 target,
@@ -240,6 +241,7 @@ class DominoCandidateGenerator(CandidateGenerator):
         self.lengths: list[int] = []
         self.stage_seconds: list[dict[str, float]] = []
         self.packed_bytes = 0
+        self.padded: bool | None = None
         self.prompt_length = input_ids.shape[1]
         self.started = time.perf_counter()
         wants_hidden = bool(generation_config.return_dict_in_generate and generation_config.output_hidden_states)
@@ -300,11 +302,14 @@ class DominoCandidateGenerator(CandidateGenerator):
         positions = positions[:, -num_context - 1 :].to(device)
         block = positions[:, -1:] + torch.arange(1, config.block_size, device=device)
         mask = model_kwargs.get("attention_mask")
-        if mask is not None:
+        if self.padded is None:
+            # Only a prompt is padded; most masks hide nothing, and attention without one is cheaper.
+            self.padded = mask is not None and not bool(mask.all())
+        if self.padded:
             # Without the anchor's own entry, which is the first of the block's.
             rows = self.cache.get_seq_length() + num_context
             mask = torch.cat([mask[:, -rows - 1 : -1], mask.new_ones(1, config.block_size)], dim=1).to(device)
-        return torch.cat([positions, block], dim=1), mask
+        return torch.cat([positions, block], dim=1), mask if self.padded else None
 
     def _drafts_before_stop(self, candidates: torch.Tensor, length: int) -> int:
         """How many drafts come before the first that would end the text: that one shall be the target's own token.

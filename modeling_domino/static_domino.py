@@ -19,6 +19,7 @@ import torch
 from .cache_domino import cache_keyword, set_length, static_cache
 from .drafting_domino import SCORE_ONLY_PROCESSORS, DraftOptions, draft_chain
 from .graphs_domino import WARM_UPS, Graphs, one_function
+from .grouped_domino import attention_of
 from .kernels_domino import kernels_of
 from .loop_domino import DecodeLoop
 from .packed_domino import NOTHING_PACKED, PackedPair
@@ -330,7 +331,7 @@ class StaticLoop(DecodeLoop):
         drafted = (options.candidates, options.temperatures, ranked, drafter.head_state, drafter.context_window)
         # A round keeps its processors, so that no other can take the place of one in memory.
         processors = tuple(id(each) for each in self.texts.processors or ())
-        attention = tuple(model.config.get_text_config()._attn_implementation for model in (target, drafter))
+        attention = tuple(attention_of(model) for model in (target, drafter))
         modules = tuple(
             (
                 id(each),
@@ -356,7 +357,7 @@ def check_static(target, drafter, input_ids: torch.Tensor, cache, processors, ge
     padded = mask is not None and not bool(mask.all())
     moved = positions.dim() != 2 or not torch.equal(positions[0].cpu(), torch.arange(length))
     reading = [type(each).__name__ for each in processors or [] if type(each) not in SCORE_ONLY_PROCESSORS]
-    attention = target.config.get_text_config()._attn_implementation
+    attention = attention_of(target)
     modules = [module for model in (target, drafter) for module in model.modules()]
     adapted = any(hasattr(module, "base_layer") for module in modules)
     rotary = {str(getattr(module, "rope_type", "")) for module in modules}

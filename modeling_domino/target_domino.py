@@ -12,6 +12,8 @@ import weakref
 import torch
 from torch import nn
 
+from .grouped_domino import attention_of
+
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +144,7 @@ def check_movable_rows(target: nn.Module, cache, *, what: str) -> None:
         ValueError: one sentence with what is required, what came and what to do.
     """
     text_config = target.config.get_text_config()
-    attention = text_config._attn_implementation
+    attention = attention_of(target)
     if attention not in ("eager", "sdpa"):
         raise ValueError(
             f"{what} need a target with eager or sdpa attention, got {attention}; load it with "
