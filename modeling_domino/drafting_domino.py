@@ -182,7 +182,7 @@ def draft_chain(
         attention_mask,
         options,
     )
-    sized = costs is not None and not do_sample
+    sized = costs is not None and not do_sample and costs.may_shorten(num_drafts, prefix_ids.shape[0])
     drafts = None
     if not (processors or do_sample or details):
         drafts = roll_out(

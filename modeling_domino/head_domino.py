@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from .ops_domino import gru_step, low_rank_correction, low_rank_features
 
@@ -24,12 +25,14 @@ class DominoHead:
         prefix_gru (`nn.GRU`): one layer, `batch_first`, input D, state G.
         embed_proj (`nn.Sequential`): `Linear(D + G, R)`, `SiLU`, `Linear(R, V)`.
         prefix_len (`int`): drafts that keep their base logits (P).
+        linear (`Callable`): multiplies by the large matrices, in the form of `F.linear`.
     """
 
-    def __init__(self, prefix_gru: nn.GRU, embed_proj: nn.Sequential, prefix_len: int):
+    def __init__(self, prefix_gru: nn.GRU, embed_proj: nn.Sequential, prefix_len: int, linear: Callable = F.linear):
         self.prefix_gru = prefix_gru
         self.embed_proj = embed_proj
         self.prefix_len = prefix_len
+        self.linear = linear
 
     def initial_state(self, batch_size: int) -> torch.Tensor:
         """The state before the anchor: zeros `[B, G]`."""
@@ -40,7 +43,7 @@ class DominoHead:
         """Consumes one token: its raw embedding `[B, D]` moves the state `[B, G]`."""
         gru = self.prefix_gru
         biases = (gru.bias_ih_l0, gru.bias_hh_l0) if gru.bias else (None, None)
-        return gru_step(token_embeds, state, gru.weight_ih_l0, gru.weight_hh_l0, *biases)
+        return gru_step(token_embeds, state, gru.weight_ih_l0, gru.weight_hh_l0, *biases, linear=self.linear)
 
     def correct(
         self,
@@ -59,8 +62,9 @@ class DominoHead:
                 the whole vocabulary by default.
         """
         first, _, last = self.embed_proj
-        weight, bias = last.weight, last.bias
+        weight, bias, linear = last.weight, last.bias, self.linear
         if candidate_ids is not None:
+            linear = F.linear
             weight, bias = weight[candidate_ids], None if bias is None else bias[candidate_ids]
         features = low_rank_features(hidden, state, first.weight, first.bias)
         if weight.dim() > 2:
@@ -68,13 +72,13 @@ class DominoHead:
             correction = (weight @ features[..., None]).squeeze(-1)
             correction = correction if bias is None else correction + bias
         else:
-            correction = low_rank_correction(features, weight, bias)
+            correction = low_rank_correction(features, weight, bias, linear)
         return base_logits + correction.to(base_logits.dtype)
 
     def restricted(self, rows_of: Callable) -> DominoHead:
         """The same head over some tokens of the vocabulary: `rows_of` gives the last layer with their rows alone."""
         first, activation, last = self.embed_proj
-        return DominoHead(self.prefix_gru, (first, activation, rows_of(last)), self.prefix_len)
+        return DominoHead(self.prefix_gru, (first, activation, rows_of(last)), self.prefix_len, self.linear)
 
     def teacher_forced(
         self, base_logits: torch.Tensor, hidden: torch.Tensor, token_embeds: torch.Tensor

@@ -257,10 +257,18 @@ def _by_torch(kernels: Kernels, view, head, base_logits, hidden, anchors, listed
     def gates_of(ids: torch.Tensor) -> torch.Tensor:
         if table is not None:
             return table[ids]
-        return gru_gates(view.embed(ids[:, None], like=hidden)[:, 0], weights.weight_ih, weights.bias_ih)
+        return gru_gates(view.embed(ids[:, None], like=hidden)[:, 0], weights.weight_ih, weights.bias_ih, head.linear)
 
     return chain_rollout(
-        base_logits, hidden, anchors, gates_of, weights, head.prefix_len, listed, vocabulary=vocabulary
+        base_logits,
+        hidden,
+        anchors,
+        gates_of,
+        weights,
+        head.prefix_len,
+        listed,
+        vocabulary=vocabulary,
+        linear=head.linear,
     )
 
 

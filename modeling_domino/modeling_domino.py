@@ -44,7 +44,7 @@ from .head_domino import DominoHead
 from .kernels_domino import KernelReport, kernel_report, set_kernels
 from .loop_domino import DecodeLoop  # noqa: F401
 from .ops_domino import gru_step  # noqa: F401
-from .packed_domino import packed_pair  # noqa: F401
+from .packed_domino import packed_matrices
 from .plug_domino import Attachment, candidate_generator, install_plug, run_assisted
 from .record_domino import Run, get_last_runs
 from .sizing_domino import Costs  # noqa: F401
@@ -301,7 +301,8 @@ class DominoDraftModel(DominoPreTrainedModel):
         context_window (`int`, *optional*): how many tokens of context the drafts are made from, the last ones; bounds
             the memory and the time of drafting in texts longer than those it was trained on. All by default.
         prepack (`bool`, *optional*): run on prepacked weights on a CPU, with a second copy of the target's linear layers
-            (see `packed_domino.py`); by default for targets of up to 2 GiB.
+            (see `packed_domino.py`); by default for targets of up to 2 GiB. `False` also leaves the head's matrices as
+            they are.
     """
 
     def __init__(self, config: DominoConfig):
@@ -339,7 +340,8 @@ class DominoDraftModel(DominoPreTrainedModel):
         """The correction head, or `None` for a DFlash drafter or with `use_head = False`."""
         if not (self.config.has_head and self.use_head):
             return None
-        return DominoHead(self.prefix_gru, self.embed_proj, self.config.pure_draft_prefix_len)
+        linear = packed_matrices(self, prepack=self.prepack)
+        return DominoHead(self.prefix_gru, self.embed_proj, self.config.pure_draft_prefix_len, linear)
 
     @property
     def head_state(self) -> str:

@@ -7,7 +7,8 @@ packed copies stand beside the model's own weights (so its memory doubles) and a
 model's modules, parameters and hooks stay as they are, and prompts take the usual way. Each generation looks whether the
 weights have changed, which costs about as much as a token.
 
-This is oneDNN's blocked layout, through the operators that torch's compiler emits for frozen weights. It knows nothing of
+This is oneDNN's blocked layout, through the operators that torch's compiler emits for frozen weights. Matrices that are no
+linear layers (a GRU's, or those of the head in a rollout) go through [`PackedMatrices`] instead. The file knows nothing of
 drafters; results agree with the usual layers to rounding.
 """
 
@@ -17,11 +18,15 @@ import threading
 import time
 import types
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+
+from .graphs_domino import versions_of
+from .ops_domino import by_columns
 
 
 # Without a word from the user, targets up to this size are packed: a second copy of a large model would surprise.
@@ -36,8 +41,13 @@ REPEATS = 7
 # Of the measurement, whatever run comes first: what it finds holds for all later ones.
 MEASURED_ROWS = 4
 DTYPES = (torch.float32, torch.bfloat16)
+# A head has three, and one more for each draft vocabulary.
+MOST_MATRICES = 8
 
 _PACKED: weakref.WeakKeyDictionary[nn.Module, PackedLinears] = weakref.WeakKeyDictionary()
+_MATRICES: weakref.WeakKeyDictionary[nn.Module, PackedMatrices] = weakref.WeakKeyDictionary()
+# The fastest layouts for one row and for a few, by shape, dtype and threads.
+_FASTEST: dict[tuple, tuple[str, str]] = {}
 
 
 def packed_pair(target: nn.Module, drafter: nn.Module, *, prepack: bool | None) -> PackedPair:
@@ -164,11 +174,80 @@ class PackedLinears:
             gains = []
             for count in (1, MEASURED_ROWS):
                 rows = torch.zeros(1, count, linear.in_features, dtype=linear.weight.dtype)
-                packed, usual = _fastest_of(layer.packed, layer.usual, rows)
+                packed, usual = _fastest_of([layer.packed, layer.usual], rows)
                 gains.append(packed < WORTH * usual)
             self._worthwhile[kind] = tuple(gains)
         layer.one, layer.few = self._worthwhile[kind]
         return layer if layer.one or layer.few else None
+
+
+def packed_matrices(model: nn.Module, *, prepack: bool | None) -> Callable[..., torch.Tensor]:
+    """What multiplies by matrices of `model` that belong to no linear layer, in the form of `F.linear`.
+
+    Args:
+        prepack (`bool`, *optional*): `False` for `F.linear` itself.
+    """
+    if prepack is False or model.device.type != "cpu":
+        return F.linear
+    return _MATRICES.setdefault(model, PackedMatrices())
+
+
+class PackedMatrices:
+    """`F.linear` by the fastest layout of each matrix: by rows as it is, by columns, or in oneDNN's blocks.
+
+    Every shape is measured once, with one row and with a few. A copy is made where it gains, and made anew when the
+    matrix has changed; changes through `.data` go unseen until the matrix moves.
+    """
+
+    def __init__(self):
+        self._known: dict[int, tuple] = {}
+
+    def __call__(self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        count = rows.numel() // weight.shape[1]
+        usable = weight.device.type == "cpu" and weight.dtype == rows.dtype and weight.dtype in DTYPES
+        if torch.is_grad_enabled() or not usable or weight.numel() < LEAST_WEIGHTS or not 0 < count <= MOST_ROWS:
+            return F.linear(rows, weight, bias)
+        known = self._known.get(id(weight))
+        state = versions_of([weight])
+        if known is None or known[1] != state:
+            if known is None and len(self._known) >= MOST_MATRICES:
+                # Matrices of weights that were replaced, or of draft vocabularies.
+                self._known.clear()
+            # With the matrix itself, so that no other can take its place in memory.
+            known = self._known[id(weight)] = (weight, state, *_fastest_layouts(weight))
+        return known[2 if count == 1 else 3](rows, bias)
+
+
+def _fastest_layouts(weight: torch.Tensor) -> tuple[Callable, Callable]:
+    """The products of one row and of a few rows with `weight`, each in its fastest layout."""
+    layouts = {"rows": lambda: weight, "columns": lambda: by_columns(weight.detach())}
+    if torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        layouts["blocks"] = lambda: torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), None)
+    products: dict[str, Callable] = {}
+
+    def product(name: str) -> Callable:
+        if name not in products:
+            matrix = layouts[name]()
+            products[name] = (
+                (lambda rows, bias=None: torch.ops.mkldnn._linear_pointwise(rows, matrix, bias, "none", [], ""))
+                if name == "blocks"
+                else (lambda rows, bias=None: F.linear(rows, matrix, bias))
+            )
+        return products[name]
+
+    kind = (tuple(weight.shape), weight.dtype, torch.get_num_threads())
+    if kind not in _FASTEST:
+        _FASTEST[kind] = tuple(
+            _fastest_name({name: product(name) for name in layouts}, weight, count) for count in (1, MEASURED_ROWS)
+        )
+    return tuple(product(name) for name in _FASTEST[kind])
+
+
+def _fastest_name(products: dict[str, Callable], weight: torch.Tensor, count: int) -> str:
+    rows = torch.zeros(count, weight.shape[1], dtype=weight.dtype)
+    seconds = dict(zip(products, _fastest_of(list(products.values()), rows)))
+    best = min(seconds, key=seconds.__getitem__)
+    return best if seconds[best] < WORTH * seconds["rows"] else "rows"
 
 
 class _PackedLayer:
@@ -222,12 +301,12 @@ def _linears(model: nn.Module):
             yield module
 
 
-def _fastest_of(first, second, rows: torch.Tensor) -> tuple[float, float]:
-    """Seconds of two functions of `rows`, taken in turns; the fastest of some calls, which other processes disturb least."""
-    best = [float("inf"), float("inf")]
+def _fastest_of(ways: list[Callable], rows: torch.Tensor) -> list[float]:
+    """Seconds of functions of `rows`, taken in turns; the fastest of some calls, which other processes disturb least."""
+    best = [float("inf")] * len(ways)
     for _ in range(REPEATS):
-        for i, function in enumerate((first, second)):
+        for i, way in enumerate(ways):
             start = time.perf_counter()
-            function(rows)
+            way(rows)
             best[i] = min(best[i], time.perf_counter() - start)
-    return best[0], best[1]
+    return best

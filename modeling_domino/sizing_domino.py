@@ -17,6 +17,10 @@ from dataclasses import dataclass
 import torch
 
 
+# Share of a round that leaving out all of its drafts must save before it is asked which to leave out.
+WORTH_LOOKING = 0.1
+
+
 @dataclass(frozen=True)
 class Costs:
     """Seconds of the two halves of a round, by size.
@@ -55,6 +59,15 @@ class Costs:
                 value = below[1] + share * (above[1] - below[1])
             seconds.append(max(value, seconds[-1] if seconds else 0.0))
         return seconds
+
+    def may_shorten(self, num_drafts: int, batch: int = 1) -> bool:
+        """Whether leaving out drafts can gain enough to look at the probabilities, which takes a pass over the logits.
+
+        Where many rows cost what one costs, as on packed weights, it cannot.
+        """
+        draft = self.draft + self.per_draft * num_drafts
+        seconds = self.verify_seconds(batch * (num_drafts + 1))[batch - 1 :: batch]
+        return (seconds[-1] - seconds[0]) > WORTH_LOOKING * (draft + seconds[-1])
 
     def best_length(self, probabilities: torch.Tensor) -> int:
         """How many drafts of a chain to verify, from the probability of each given those before it, `[B, n]`.

@@ -13,7 +13,7 @@ from torch import nn
 
 from modeling_domino import packed_domino
 from modeling_domino.generation_domino import stream
-from modeling_domino.packed_domino import PackedLinears, packed_pair
+from modeling_domino.packed_domino import PackedLinears, PackedMatrices, packed_pair
 
 
 # Layouts add up in another order.
@@ -190,7 +190,7 @@ def test_one_row_and_a_few_are_packed_where_each_gains(monkeypatch, calls, gaini
     """What is measured does not depend on the first run: a plain one once decided that blocks gain nothing either."""
     monkeypatch.setattr(packed_domino, "LEAST_WEIGHTS", 0)
     monkeypatch.setattr(
-        packed_domino, "_fastest_of", lambda first, second, rows: (0.1 if rows.shape[1] in gaining else 1.0, 1.0)
+        packed_domino, "_fastest_of", lambda ways, rows: [0.1 if rows.shape[1] in gaining else 1.0, 1.0]
     )
     target = tiny_target()
     drafter = tiny_drafter(target)
@@ -200,6 +200,87 @@ def test_one_row_and_a_few_are_packed_where_each_gains(monkeypatch, calls, gaini
         assert (drafter.last_run.packed_bytes > 0) == bool(gaining)
         assert (1 in calls) == (1 in gaining)
         assert any(rows > 1 for rows in calls) == (4 in gaining)
+
+
+@pytest.fixture
+def layouts(monkeypatch):
+    """Decides which layout is the fastest for one row and for a few, for matrices of any size."""
+
+    def decide(one: str, few: str) -> None:
+        names = iter([one, few] * 20)
+        monkeypatch.setattr(packed_domino, "_fastest_name", lambda products, weight, count: next(names))
+
+    monkeypatch.setattr(packed_domino, "LEAST_WEIGHTS", 0)
+    monkeypatch.setattr(packed_domino, "_FASTEST", {})
+    return decide
+
+
+LAYOUTS = ["rows", "columns", "blocks"]
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("one, few", [("rows", "columns"), ("columns", "blocks"), ("blocks", "rows")])
+@pytest.mark.parametrize("bias", [False, True])
+@torch.no_grad()
+def test_a_matrix_gives_the_same_in_every_layout(layouts, dtype, one, few, bias):
+    layouts(one, few)
+    weight = torch.linspace(-1, 1, 21 * 37).sin().reshape(21, 37).to(dtype)
+    bias = torch.linspace(0, 1, 21).to(dtype) if bias else None
+    product = PackedMatrices()
+    for shape in ((1, 37), (37,), (4, 37), (2, 3, 37)):
+        rows = torch.linspace(-1, 1, 37).cos().expand(shape).to(dtype)
+        usual = torch.nn.functional.linear(rows, weight, bias)
+        torch.testing.assert_close(product(rows, weight, bias), usual, rtol=0, atol=10 * ROUNDING[dtype])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@torch.no_grad()
+def test_a_matrix_that_has_changed_is_laid_out_anew(layouts, layout):
+    layouts(layout, layout)
+    product, rows = PackedMatrices(), torch.ones(1, 6)
+    weight = torch.ones(5, 6)
+    assert product(rows, weight).tolist() == [[6.0] * 5]
+    weight.mul_(2)
+    assert product(rows, weight).tolist() == [[12.0] * 5]
+    # Another in the place of the first, and more than are kept.
+    for value in range(20):
+        weight = torch.full((5, 6), float(value))
+        assert product(rows, weight).tolist() == [[6.0 * value] * 5]
+    assert len(product._known) <= packed_domino.MOST_MATRICES
+
+
+def test_matrices_are_trained_as_they_are(layouts):
+    layouts("columns", "columns")
+    product, weight = PackedMatrices(), torch.ones(5, 6, requires_grad=True)
+    product(torch.ones(1, 6), weight).sum().backward()
+    assert weight.grad is not None and product._known == {}
+
+
+def test_the_slow_layouts_are_left_alone(monkeypatch):
+    """A copy must gain a tenth, whatever it is; the measurement decides, for one row and a few apart."""
+    monkeypatch.setattr(packed_domino, "_FASTEST", {})
+    seconds = {1: [1.0, 0.95, 0.92], packed_domino.MEASURED_ROWS: [1.0, 0.8, 0.5]}
+    monkeypatch.setattr(packed_domino, "_fastest_of", lambda ways, rows: seconds[len(rows)])
+    weight = torch.ones(300, 300)
+    one, few = packed_domino._fastest_layouts(weight)
+    assert list(packed_domino._FASTEST.values()) == [("rows", "blocks")]
+    torch.testing.assert_close(one(torch.ones(1, 300)), few(torch.ones(1, 300)))
+
+
+@pytest.mark.parametrize("prepack", [None, False])
+def test_the_head_drafts_the_same_by_other_layouts(layouts, prepack):
+    """The whole vocabulary is corrected through the layouts, unless the user wants no copies."""
+    layouts("columns", "blocks")
+    target = tiny_target()
+    drafter = tiny_drafter(target)
+    drafter.set_kernels("torch")
+    ids = {}
+    for layout in (False, True):
+        drafter.prepack = prepack if layout else False
+        drafter.spec_generate(target, prompt(6), max_new_tokens=16, do_sample=False, candidates=0)
+        ids[layout] = [step.draft_ids for step in drafter.last_run.steps]
+    assert ids[True] == ids[False]
+    assert bool(packed_domino._FASTEST) == (prepack is None)
 
 
 def test_adapted_and_offloaded_layers_are_left_alone(pack_everything):

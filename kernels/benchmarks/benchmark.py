@@ -76,6 +76,16 @@ class Block:
             self.gates = torch.zeros(size.V, 3 * size.G, dtype=dtype)
         weights = (self.gru.weight_ih_l0, self.gru.weight_hh_l0, self.projection[0].weight, self.projection[2].weight)
         self.weights = kernel.HeadWeights(*weights)
+        # What the drafter uses on a CPU where it measures that it gains; W_in is too small for it to matter.
+        laid_out = (
+            {}
+            if device != "cpu"
+            else {
+                name: kernel.chain.ops.by_columns(getattr(self.weights, name))
+                for name in ("weight_ih", "weight_hh", "weight_out")
+            }
+        )
+        self.columns = self.weights._replace(**laid_out)
 
     @torch.no_grad()
     def eager(self) -> torch.Tensor:
@@ -93,15 +103,27 @@ class Block:
     @torch.no_grad()
     def rollout(self, *, table: bool = False, candidates: int = 0, tiles: bool = False) -> torch.Tensor:
         """By what the kernel build runs on this device: kernels, or their torch twin."""
-        listed = None
-        if tiles:
-            listed = self.kernel.shortlist(self.base)
-        elif candidates:
-            listed = self.kernel.chain.ops.shortlist(self.base, candidates)
+        listed = self.kernel.shortlist(self.base) if tiles else self.listed(candidates)
         tables = {"gates_table": self.gates} if table else {"embeddings": self.embeddings}
         return self.kernel.chain_rollout(
             self.base, self.hidden, self.anchors, self.weights, PREFIX_LEN, candidates=listed, **tables
         )[0]
+
+    @torch.no_grad()
+    def by_columns(self, *, table: bool = False, candidates: int = 0) -> torch.Tensor:
+        """By the torch functions on matrices in the layout that a drafter gives them on a CPU where it gains."""
+        ops, listed, weights = self.kernel.chain.ops, self.listed(candidates), self.columns
+        if listed is not None:
+            # A shortlist gathers rows.
+            weights = weights._replace(weight_out=self.weights.weight_out)
+
+        def gates_of(ids: torch.Tensor) -> torch.Tensor:
+            return self.gates[ids] if table else ops.gru_gates(self.embeddings[ids], weights.weight_ih)
+
+        return ops.chain_rollout(self.base, self.hidden, self.anchors, gates_of, weights, PREFIX_LEN, listed)[0]
+
+    def listed(self, candidates: int) -> torch.Tensor | None:
+        return self.kernel.chain.ops.shortlist(self.base, candidates) if candidates else None
 
     def forms(self) -> dict[str, object]:
         forms = {
@@ -111,7 +133,15 @@ class Block:
             f"shortlist of {CANDIDATES}": lambda: self.rollout(candidates=CANDIDATES),
             f"shortlist of {CANDIDATES}, gates table": lambda: self.rollout(candidates=CANDIDATES, table=True),
         }
-        if self.device != "cpu":
+        if self.device == "cpu":
+            for name, options in (
+                ("exact", {}),
+                ("exact, gates table", {"table": True}),
+                (f"shortlist of {CANDIDATES}", {"candidates": CANDIDATES}),
+                (f"shortlist of {CANDIDATES}, gates table", {"candidates": CANDIDATES, "table": True}),
+            ):
+                forms[f"{name}, by columns"] = lambda options=options: self.by_columns(**options)
+        else:
             forms["shortlist of tiles, gates table"] = lambda: self.rollout(tiles=True, table=True)
             forms = {
                 **forms,
