@@ -62,7 +62,7 @@ results: .venv/stamp-dev
 	cp runs/results/records*.jsonl runs/results/provenance.json hub_cards/$(CARD)/results/benchmark/
 
 variants: .venv/stamp-dev
-	$(BENCH) --tasks gsm8k,math500,humaneval $(TREE) --out runs/variants --max-samples 3 --temperatures 0 \
+	$(BENCH) $(TASKS) $(TREE) --out runs/variants --max-samples 3 --temperatures 0 \
 		--methods "$$(echo $(VARIANTS) | tr ' ' ,)"
 	cp runs/variants/summary.json hub_cards/$(CARD)/results/variants.json
 
