@@ -163,7 +163,7 @@ class Engine:
     def race(self, prompt: str, max_new_tokens: int, visit: str = "") -> Iterator[dict[str, Any]]:
         """Records every racer on its own, one after the other, and yields the race after each.
 
-        A race has `recorded` lanes, `next` (what is being recorded), and the `reference`: the ids of the stock
+        A race has `recorded` lanes, `next` (what is being recorded), the drafter's `family`, and the `reference`: the ids of the stock
         `target.generate`, which no drafter and none of our code has touched. The plain lane is the faster of that and of
         our loop without drafts.
 
@@ -171,11 +171,12 @@ class Engine:
             Refused: for a prompt or a length that is not served.
         """
         inputs, options = self._prepare(prompt, max_new_tokens)
-        race: dict[str, Any] = {"recorded": [], "next": "plain", "reference": []}
+        family = "DFlash" if self.drafter.head_state == "none" else "Domino"
+        race: dict[str, Any] = {"recorded": [], "next": "plain", "reference": [], "family": family}
         yield race
         stock = self._run_stock(inputs, options, visit)
         race = {**race, "reference": stock["output_ids"]}
-        racers = RACERS if self.drafter.head_state != "none" else ("plain", "chain", "tree")
+        racers = RACERS if family == "Domino" else ("plain", "chain", "tree")
         for method in racers:
             yield {**race, "next": method}
             if self.is_stopped(visit):

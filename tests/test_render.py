@@ -381,6 +381,9 @@ def test_a_race_stands_where_its_first_lane_arrives_and_names_the_first_differen
     race["recorded"][1] = lane("chain", [1, 2], 1.0)
     (verdict,) = Page("".join(draw_race(race, decode))).all("dm-verdict")
     assert "token 3: the end instead of “three”" in verdict["text"]
+    # A drafter without a head is no Domino.
+    drawn = "".join(draw_race({**race, "family": "DFlash", "next": "tree"}, decode))
+    assert "DFlash chain" in drawn and "Recording DFlash tree" in drawn and "Domino" not in drawn
 
 
 def test_a_page_needs_nothing_from_anywhere_and_carries_its_record():

@@ -95,7 +95,7 @@ def test_a_drafter_without_a_head_has_no_lane_without_it(tmp_path):
         engine = importlib.import_module("engine").engine_of_this_space()
         race = list(engine.race(PROMPT, 6))[-1]
         trace = list(engine.rounds(PROMPT, 6))[-1]
-    assert [lane["method"] for lane in race["recorded"]] == ["plain", "chain", "tree"]
+    assert [lane["method"] for lane in race["recorded"]] == ["plain", "chain", "tree"] and race["family"] == "DFlash"
     assert trace["head"] == "none"
 
 

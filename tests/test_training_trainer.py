@@ -18,6 +18,7 @@ from modeling_domino.training.config import DominoTrainingArguments
 from modeling_domino.training.data import BlockDataset, Sample, collate_blocks
 from modeling_domino.training.evaluate import measure_tau
 from modeling_domino.training.model import DominoTrainingModel
+from modeling_domino.training.train import leave_group
 from modeling_domino.training.trainer import DominoTrainer, last_checkpoint, mark_complete
 
 
@@ -222,6 +223,7 @@ def train_in_this_process(changes: dict) -> None:
     trainer = trainer_of(args, samples_of(20, 14, 9, 17, 11, 25))
     trainer.train()
     trainer.save_model()
+    leave_group()
 
 
 def shard_in_this_process(changes: dict) -> None:

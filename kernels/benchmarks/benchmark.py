@@ -269,8 +269,17 @@ def provenance(device: str, dtype: torch.dtype, peak: float) -> dict:
         "dtype": str(dtype)[6:],
         "bandwidth_bytes_per_second": peak,
         "load_average": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,
-        "command": " ".join(["python", "kernels/benchmarks/benchmark.py", *sys.argv[1:]]),
+        "command": " ".join(["python", f"kernels/benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
     }
+
+
+def write_record(output: Path, record: dict) -> None:
+    """Writes it whole or not at all, and says so in one line of JSON."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    work = output.with_name(output.name + ".part")
+    work.write_text(json.dumps(record, indent=2) + "\n")
+    work.replace(output)
+    sys.stdout.write(json.dumps({"written": str(output), "records": len(record["results"])}) + "\n")
 
 
 def load_kernel(folder: Path):
@@ -415,12 +424,7 @@ def main() -> None:
         for name in options.sizes:
             results += measure(kernel, name, device, dtype, options.repeats, peak)
     record = {"provenance": provenance(device, dtype, peak), "results": results}
-    text = json.dumps(record, indent=2) + "\n"
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    work = options.output.with_name(options.output.name + ".part")
-    work.write_text(text)
-    work.replace(options.output)
-    sys.stdout.write(json.dumps({"written": str(options.output), "records": len(results)}) + "\n")
+    write_record(options.output, record)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..atomic import write_json
+from ..atomic import write_json, write_text
 from .plots import draw_plots, draw_throughput
 from .prompts import HUB_DATASETS, TASKS
 from .records import flatten, read_provenance, read_records
@@ -55,7 +55,7 @@ def write_report(folder: Path) -> dict[str, Any]:
     # JSON is YAML.
     write_json(folder / "model-index.yaml", model_index(summary))
     plots = draw_plots(records, summary, folder)
-    (folder / "report.md").write_text(render(records, summary, plots), encoding="utf-8")
+    write_text(folder / "report.md", render(records, summary, plots))
     return summary
 
 
@@ -137,7 +137,7 @@ def _write_server_report(folder: Path) -> dict[str, Any]:
     summary = summarise_servers(read_levels(folder), read_provenance(folder))
     write_json(folder / "summary.json", summary)
     plots = draw_throughput(summary, folder)
-    (folder / "report.md").write_text(render_servers(summary, plots), encoding="utf-8")
+    write_text(folder / "report.md", render_servers(summary, plots))
     return summary
 
 

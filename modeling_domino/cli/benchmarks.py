@@ -10,6 +10,7 @@ import typer
 from transformers import AutoModelForCausalLM
 
 from modeling_domino import DominoDraftModel
+from modeling_domino.atomic import write_text
 from modeling_domino.benchmark.blocks import render_blocks
 from modeling_domino.benchmark.machine import comparable, machine_facts
 from modeling_domino.benchmark.methods import Models, Settings
@@ -166,7 +167,7 @@ def report_command(
     """Rebuild a benchmark's tables, plots and summary from its records; runs no model."""
     with one_sentence_errors():
         if page is not None:
-            page.write_text(render_blocks(page), encoding="utf-8")
+            write_text(page, render_blocks(page))
         if not folders:
             if page is None:
                 raise ValueError("Name a folder with records, or a page with --page.")

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from modeling_domino.atomic import write_text
 from modeling_domino.cli.app import AsJson, app, one_sentence_errors, warnings_as_notices
 from modeling_domino.cli.checkout import from_checkout
 
@@ -27,7 +28,7 @@ def card(
     with one_sentence_errors(), warnings_as_notices():
         if name.endswith(".md"):
             cards = from_checkout("hub_cards.cards", "card")
-            Path(name).write_text(cards.render_page(Path(name)), encoding="utf-8")
+            write_text(Path(name), cards.render_page(Path(name)))
             typer.echo(name)
             return
         staging = from_checkout("hub_cards.staging", "card")

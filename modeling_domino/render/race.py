@@ -11,12 +11,15 @@ from typing import Any
 from .timeline import shown_token
 
 
-NAMES = {
-    "plain": "plain (target alone)",
-    "head-off": "parallel only (head off)",
-    "chain": "Domino chain",
-    "tree": "Domino tree",
-}
+def names_of(race: Mapping[str, Any]) -> dict[str, str]:
+    """What the lanes are called."""
+    family = race.get("family", "Domino")
+    return {
+        "plain": "plain (target alone)",
+        "head-off": "parallel only (head off)",
+        "chain": f"{family} chain",
+        "tree": f"{family} tree",
+    }
 
 
 def draw_race(race: Mapping[str, Any], decode: Callable[[list[int]], str]) -> list[str]:
@@ -24,17 +27,18 @@ def draw_race(race: Mapping[str, Any], decode: Callable[[list[int]], str]) -> li
 
     Args:
         race (`Mapping`): `recorded` lanes with `method`, `points` (seconds and tokens), `output_ids`, `tau` and `seconds`;
-            `next`, the method that is being recorded; `reference`, the ids that every text is compared with.
+            `next`, the method that is being recorded; `reference`, the ids that every text is compared with; `family` of
+            the drafter, "Domino" by default.
         decode (`Callable`): from a list of ids to text.
     """
-    lanes, waiting = race["recorded"], race.get("next")
-    note = f'<p class="dm-note">Recording {escape(NAMES[waiting])} …</p>' if waiting else ""
+    lanes, waiting, names = race["recorded"], race.get("next"), names_of(race)
+    note = f'<p class="dm-note">Recording {escape(names[waiting])} …</p>' if waiting else ""
     if not lanes:
         return [note]
     first = min(lanes, key=lambda lane: lane["seconds"])
     plain = next((lane["seconds"] for lane in lanes if lane["method"] == "plain"), None)
     end = max(lane["seconds"] for lane in lanes)
-    drawn = "".join(_lane(lane, at=first["seconds"], plain=plain) for lane in lanes)
+    drawn = "".join(_lane(lane, names[lane["method"]], at=first["seconds"], plain=plain) for lane in lanes)
     controls = (
         '<div class="dm-controls"><button type="button" class="dm-go">▶ replay the race</button>'
         '<label class="dm-scrubber">clock <input type="range" class="dm-time" min="0" '
@@ -43,7 +47,7 @@ def draw_race(race: Mapping[str, Any], decode: Callable[[list[int]], str]) -> li
         if waiting is None
         else ""
     )
-    verdict = _verdict(lanes, race["reference"], decode) if waiting is None else ""
+    verdict = _verdict(lanes, names, race["reference"], decode) if waiting is None else ""
     return [f'<div class="dm-race">{drawn}</div>{note}{controls}{verdict}']
 
 
@@ -55,7 +59,7 @@ def first_difference(ids: list[int], others: list[int]) -> int | None:
     return None if len(ids) == len(others) else min(len(ids), len(others))
 
 
-def _lane(lane: Mapping[str, Any], *, at: float, plain: float | None) -> str:
+def _lane(lane: Mapping[str, Any], name: str, *, at: float, plain: float | None) -> str:
     total = len(lane["output_ids"])
     there = max((tokens for seconds, tokens in lane["points"] if seconds <= at), default=0)
     numbers = [f"<b>{total / lane['seconds']:.1f}</b> tok/s", f'<span class="dm-count">{there}/{total}</span>']
@@ -64,13 +68,15 @@ def _lane(lane: Mapping[str, Any], *, at: float, plain: float | None) -> str:
         numbers.append(f"<b>{plain / lane['seconds']:.2f}×</b>")
     return (
         f'<div class="dm-lane" data-method="{escape(lane["method"])}" data-total="{total}" '
-        f'data-points="{escape(json.dumps(lane["points"]))}"><span>{escape(NAMES[lane["method"]])}</span>'
+        f'data-points="{escape(json.dumps(lane["points"]))}"><span>{escape(name)}</span>'
         f'<span class="dm-track"><span class="dm-fill" style="width:{100 * there / total:.1f}%"></span></span>'
         f'<span class="dm-numbers">{" · ".join(numbers)}</span></div>'
     )
 
 
-def _verdict(lanes: list[Mapping[str, Any]], reference: list[int], decode: Callable[[list[int]], str]) -> str:
+def _verdict(
+    lanes: list[Mapping[str, Any]], names: dict[str, str], reference: list[int], decode: Callable[[list[int]], str]
+) -> str:
     differing = []
     for lane in lanes:
         position = first_difference(lane["output_ids"], reference)
@@ -80,7 +86,7 @@ def _verdict(lanes: list[Mapping[str, Any]], reference: list[int], decode: Calla
                 for ids in (lane["output_ids"], reference)
             )
             differing.append(
-                f"{escape(NAMES[lane['method']])} differs first at token {position + 1}: {said} instead of {wanted}"
+                f"{escape(names[lane['method']])} differs first at token {position + 1}: {said} instead of {wanted}"
             )
     if differing:
         return f'<p class="dm-verdict dm-differs" role="alert">Not identical: {"; ".join(differing)}.</p>'

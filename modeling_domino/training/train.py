@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from torch import distributed as dist
 
+from ..atomic import write_text
 from ..modeling_domino import DominoDraftModel
 from ..provenance import provenance
 from .config import CommandParser, DominoTrainingArguments
@@ -49,7 +51,16 @@ def main(argv: list[str] | None = None) -> dict:
     # Before any thread of the pool starts: denormal numbers make the softmax backward 100 times slower on CPUs.
     torch.set_flush_denormal(True)
     args, pair, data = parse(argv)
-    return run(args, pair, data, command=["domino", "train", *argv])
+    record = run(args, pair, data, command=["domino", "train", *argv])
+    leave_group()
+    return record
+
+
+def leave_group() -> None:
+    """Ends the group of processes, all at once: one that exits while another still talks to it makes that one abort."""
+    if dist.is_available() and dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
 
 
 def parse(argv: list[str]) -> tuple[DominoTrainingArguments, PairArguments, DataArguments]:
@@ -120,7 +131,7 @@ def export(folder: str | Path, record: dict) -> None:
     """Turns the fp32 drafter in `folder` into bf16 for publication, and writes the record of its training beside it."""
     folder = Path(folder)
     DominoDraftModel.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
-    (folder / "training.json").write_text(json.dumps(record, indent=1) + "\n")
+    write_text(folder / "training.json", json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":
