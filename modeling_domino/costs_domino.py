@@ -24,7 +24,7 @@ from transformers import DynamicCache
 
 from .cache_domino import DominoCache, cache_keyword, drop_last, start_recording
 from .drafting_domino import DraftOptions, draft_chain, draft_tree
-from .grouped_domino import attention_of, grouped_heads
+from .grouped_domino import grouped_heads
 from .packed_domino import packed_pair
 from .record_domino import StageClock, name_of, synchronize
 from .sizing_domino import Costs
@@ -86,7 +86,7 @@ def facts_of(view: TargetView, drafter, options: DraftOptions, tree: TreeShape |
         "target_class": type(target).__name__,
         "target_parameters": sum(parameter.numel() for parameter in target.parameters()),
         "dtype": str(target.dtype),
-        "attention": attention_of(target),
+        "attention": target.config.get_text_config()._attn_implementation,
         "drafter": name_of(drafter),
         "drafter_dtype": str(drafter.dtype),
         "block_size": drafter.config.block_size,
@@ -126,9 +126,7 @@ def measure_costs(
     taps = TargetTaps(view.layers, drafter.config.target_layer_ids)
 
     def forward(size: int, start: int, num_logits: int):
-        kwargs = {keyword: cache, **taps.forward_kwargs}
-        if target._supports_logits_to_keep():
-            kwargs["logits_to_keep"] = num_logits
+        kwargs = {keyword: cache, **taps.forward_kwargs, **view.logits_of_last(num_logits)}
         positions = torch.arange(start, start + size, device=device)[None]
         taps.listen()
         return target(input_ids=ids[:, :size], position_ids=positions, use_cache=True, **kwargs)

@@ -27,6 +27,7 @@ from transformers import (
 from .head_domino import DominoHead
 from .kernels_domino import head_weights, roll_out, tree_functions
 from .ops_domino import gather_rows, gru_gates, hidden_features, pick, shortlist, tree_expand, tree_step
+from .sizing_domino import may_shorten
 from .tree_domino import DraftTree, TreeShape
 from .vocabulary_domino import DraftVocabulary
 
@@ -182,7 +183,7 @@ def draft_chain(
         attention_mask,
         options,
     )
-    sized = costs is not None and not do_sample and costs.may_shorten(num_drafts, prefix_ids.shape[0])
+    sized = costs is not None and not do_sample and may_shorten(costs, num_drafts, prefix_ids.shape[0])
     drafts = None
     if not (processors or do_sample or details):
         drafts = roll_out(

@@ -2,82 +2,76 @@
 
 Where several query heads share a head of keys and values, transformers' sdpa attention copies keys and values for every
 query head as soon as there is a mask, and rows of a verification need one: in every layer a copy larger than the cache.
-Instead, the rows of the query heads that share keys can stand below each other, as rows of one head; transformers itself
-does so for a single row. The sums are the same.
+Instead, the rows of the query heads that share keys can stand below each other, as rows of one head: the same sums.
 
-It is in force inside `with` blocks only, by the name of the attention in the target's config; without a mask, with many
-rows, or for other attention than sdpa everything is as it was. It knows nothing of drafters.
+From the first `with` block on, [`install`] has put a function in front of what transformers calls "sdpa". It does this for
+the thread that is in a block, and else passes everything on; the model and its config stay as they are, since some models
+ask for "sdpa" by name. The file knows nothing of drafters.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-import weakref
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 
-NAME = "domino_grouped_sdpa"
 # Chains and trees; above, copying keys and values costs little beside the arithmetic.
 MOST_ROWS = 128
-
-_GROUPED: weakref.WeakKeyDictionary[nn.Module, GroupedHeads] = weakref.WeakKeyDictionary()
-# The mask of a forward and its rows for all query heads that share keys: the layers ask one after the other.
-_LAST = threading.local()
+# Holds the open blocks of each thread, on the installed function: other copies of this code use the same.
+MARK = "_domino_blocks"
 
 
-def attention_of(model: nn.Module) -> str:
-    """The attention that the user chose for the text model, also while another thread is in a block of [`grouped_heads`]."""
-    chosen = model.config.get_text_config()._attn_implementation
-    return "sdpa" if chosen == NAME else chosen
+class _Blocks(threading.local):
+    """Of one thread: its open blocks, and the last mask with its rows for all query heads that share keys."""
+
+    count = 0
+    mask: tuple | None = None
 
 
-def grouped_heads(target: nn.Module) -> AbstractContextManager:
-    """The `with` block for forwards of a few rows of `target`; one that does nothing where there is nothing to gain."""
+@contextlib.contextmanager
+def grouped_heads(target: nn.Module) -> Iterator[None]:
+    """A block for forwards of a few rows of `target`; it changes nothing where there is nothing to gain."""
     config = target.config.get_text_config()
     heads = getattr(config, "num_attention_heads", None)
     shared = heads != (getattr(config, "num_key_value_heads", None) or heads)
-    on_cpu = target.device.type == "cpu"
-    # Without the flag the model does not look its attention up by name.
-    by_name = getattr(target, "_supports_attention_backend", False)
-    if not (shared and on_cpu and by_name and attention_of(target) == "sdpa"):
-        return contextlib.nullcontext()
-    return _GROUPED.setdefault(target, GroupedHeads(config))
+    if not (shared and target.device.type == "cpu" and config._attn_implementation == "sdpa"):
+        yield
+        return
+    blocks = install()
+    blocks.count += 1
+    try:
+        yield
+    finally:
+        blocks.count -= 1
+        blocks.mask = None
 
 
-class GroupedHeads:
-    """Has the layers of a model attend by [`grouped_attention`] between `__enter__` and `__exit__`.
+def install() -> _Blocks:
+    """Puts the function in front of "sdpa", unless it is there; what users register, before or after, is what it passes to."""
+    present = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    if hasattr(present, MARK):
+        return getattr(present, MARK)
+    blocks = _Blocks()
+    # Set for this object of transformers alone, in front of what is registered for all.
+    own = present if "sdpa" in ALL_ATTENTION_FUNCTIONS._local_mapping else None
 
-    Blocks may be nested, also from several threads.
+    def attention(module: nn.Module, query, key, value, attention_mask, *args, **kwargs):
+        usual = ALL_ATTENTION_FUNCTIONS._global_mapping["sdpa"] if own is None else own
+        if torch.compiler.is_compiling() or blocks.count == 0 or args:
+            return usual(module, query, key, value, attention_mask, *args, **kwargs)
+        return grouped_attention(
+            module, query, key, value, attention_mask, usual=usual, mask_of_groups=_remembering(blocks), **kwargs
+        )
 
-    Args:
-        config (`PreTrainedConfig`): of the text model, set to sdpa attention.
-    """
-
-    def __init__(self, config):
-        self._config = config
-        self._depth = 0
-        self._lock = threading.Lock()
-
-    def __enter__(self) -> GroupedHeads:
-        with self._lock:
-            self._depth += 1
-            self._config._attn_implementation = NAME
-        return self
-
-    def __exit__(self, *exception) -> None:
-        with self._lock:
-            self._depth -= 1
-            if self._depth == 0:
-                self._config._attn_implementation = "sdpa"
-        _LAST.masks = None
+    setattr(attention, MARK, blocks)
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = attention
+    return blocks
 
 
 def grouped_attention(
@@ -88,6 +82,9 @@ def grouped_attention(
     attention_mask: torch.Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
+    *,
+    usual: Callable,
+    mask_of_groups: Callable | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
     """Attention in the form of transformers' `AttentionInterface`.
@@ -97,22 +94,24 @@ def grouped_attention(
         key, value: `[B, H', S, d]`, where H' divides H.
         attention_mask: `[B or 1, 1 or H, m, S]`, boolean or added to the scores.
         scaling: of the scores, d^-0.5 by default.
+        usual (`Callable`): the attention that does everything else.
+        mask_of_groups (`Callable`): see [`mask_of_groups`], which it is by default.
 
     Returns:
         `[B, m, H, d]`, and `None` for the weights, which are never materialised.
     """
     batch, heads, rows, _ = query.shape
     groups = heads // key.shape[1]
+    masked = attention_mask is not None and attention_mask.dim() == 4
+    masked = masked and attention_mask.shape[1] in (1, heads) and attention_mask.shape[2] == rows
     other = dropout > 0 or any(kwargs.get(name) is not None for name in ("position_bias", "softcap"))
-    if attention_mask is None or groups == 1 or rows > MOST_ROWS or other:
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-        )
+    if not masked or groups <= 1 or heads % groups or rows > MOST_ROWS or other:
+        return usual(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
     output = F.scaled_dot_product_attention(
         query.reshape(batch, -1, groups * rows, query.shape[-1]),
         key,
         value,
-        attn_mask=_mask_of_groups(attention_mask, groups, query.dtype),
+        attn_mask=(mask_of_groups or _mask_of_groups)(attention_mask, groups, query.dtype),
         scale=scaling,
     )
     return output.reshape(batch, heads, rows, -1).transpose(1, 2).contiguous(), None
@@ -120,19 +119,22 @@ def grouped_attention(
 
 def _mask_of_groups(mask: torch.Tensor, groups: int, dtype: torch.dtype) -> torch.Tensor:
     """What is added to the scores `[B, H', groups * m, S]`."""
-    last = getattr(_LAST, "masks", None)
-    if last is not None and last[0] is mask and last[1:3] == (groups, dtype):
-        return last[3]
     added = mask
     if mask.dtype == torch.bool:
         added = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
     if mask.shape[1] == 1:
-        added = added.repeat(1, 1, groups, 1)
-    else:
-        added = added.reshape(mask.shape[0], -1, groups * mask.shape[2], mask.shape[3])
-    _LAST.masks = (mask, groups, dtype, added)
-    return added
+        return added.repeat(1, 1, groups, 1)
+    return added.reshape(mask.shape[0], -1, groups * mask.shape[2], mask.shape[3])
 
 
-AttentionInterface.register(NAME, grouped_attention)
-AttentionMaskInterface.register(NAME, sdpa_mask)
+def _remembering(blocks: _Blocks) -> Callable:
+    """The same, made once for all layers of a forward: they ask with one mask, one after the other."""
+
+    def mask_of_groups(mask: torch.Tensor, groups: int, dtype: torch.dtype) -> torch.Tensor:
+        last = blocks.mask
+        if last is None or last[0] is not mask or last[1:3] != (groups, dtype):
+            # With the mask itself, so that no other can take its place in memory.
+            last = blocks.mask = (mask, groups, dtype, _mask_of_groups(mask, groups, dtype))
+        return last[3]
+
+    return mask_of_groups

@@ -136,8 +136,6 @@ class DecodeLoop:
         try:
             with self.taps:
                 packed = self._packed()
-                for run in self.runs:
-                    run.packed_bytes = packed.num_bytes
                 start_recording(self.cache)
                 if streamer is not None:
                     streamer.put(self.texts.ids[:, : self.texts.lengths[0]].cpu())
@@ -149,6 +147,9 @@ class DecodeLoop:
                         self.runs[row].seconds = time.perf_counter() - started
                         if streamer is not None:
                             streamer.put(torch.tensor(step.token_ids))
+                    for run in self.runs:
+                        # Some copies are made when they are first used.
+                        run.packed_bytes = packed.num_bytes
                     # Between the rounds the models belong to the consumer.
                     yield steps
                     with packed:
@@ -324,9 +325,7 @@ class DecodeLoop:
         self, input_ids: torch.Tensor, positions: torch.Tensor, *, num_logits: int, mask: torch.Tensor | None = None
     ):
         """The target over `input_ids`, behind the columns of its cache; without `mask` they see all that is not hidden."""
-        kwargs = {self.keyword: self.cache, **self.taps.forward_kwargs}
-        if self.view.target._supports_logits_to_keep():
-            kwargs["logits_to_keep"] = num_logits
+        kwargs = {self.keyword: self.cache, **self.taps.forward_kwargs, **self.view.logits_of_last(num_logits)}
         if mask is None and self.mask is not None:
             mask = self.mask[:, : self.columns + input_ids.shape[1]]
         self.taps.listen()

@@ -301,8 +301,7 @@ class DominoDraftModel(DominoPreTrainedModel):
         context_window (`int`, *optional*): how many tokens of context the drafts are made from, the last ones; bounds
             the memory and the time of drafting in texts longer than those it was trained on. All by default.
         prepack (`bool`, *optional*): run on prepacked weights on a CPU, with a second copy of the target's linear layers
-            (see `packed_domino.py`); by default for targets of up to 2 GiB. `False` also leaves the head's matrices as
-            they are.
+            (see `packed_domino.py`); by default for targets of up to 2 GiB.
     """
 
     def __init__(self, config: DominoConfig):
@@ -340,8 +339,7 @@ class DominoDraftModel(DominoPreTrainedModel):
         """The correction head, or `None` for a DFlash drafter or with `use_head = False`."""
         if not (self.config.has_head and self.use_head):
             return None
-        linear = packed_matrices(self, prepack=self.prepack)
-        return DominoHead(self.prefix_gru, self.embed_proj, self.config.pure_draft_prefix_len, linear)
+        return DominoHead(self.prefix_gru, self.embed_proj, self.config.pure_draft_prefix_len, packed_matrices(self))
 
     @property
     def head_state(self) -> str:

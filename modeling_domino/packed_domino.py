@@ -25,7 +25,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .graphs_domino import versions_of
 from .ops_domino import by_columns
 
 
@@ -72,22 +71,31 @@ def packed_pair(target: nn.Module, drafter: nn.Module, *, prepack: bool | None) 
         )
     if prepack is False or not sizes or (prepack is None and sum(sizes) > AUTOMATIC_BYTES):
         return NOTHING_PACKED
-    packed = [_PACKED.setdefault(model, PackedLinears(model)) for model in (target, drafter)]
-    return PackedPair(packed)
+    # The layers of the head are reached by their matrices.
+    head = getattr(drafter, "embed_proj", None)
+    linears = [
+        _PACKED.setdefault(target, PackedLinears(target)),
+        _PACKED.setdefault(drafter, PackedLinears(drafter, head)),
+    ]
+    return PackedPair([*linears, packed_matrices(drafter)])
 
 
 class PackedPair:
-    """The packed layers of several models, brought up to date once; in force inside each `with` block.
+    """The packed weights of several models, brought up to date once; in force inside each `with` block.
 
     Args:
-        packed (`list[PackedLinears]`): one for each model.
+        packed (`list`): [`PackedLinears`] and [`PackedMatrices`].
     """
 
-    def __init__(self, packed: list[PackedLinears]):
+    def __init__(self, packed: list[PackedLinears | PackedMatrices]):
         self._packed = packed
         for each in packed:
             each.refresh()
-        self.num_bytes = sum(each.num_bytes for each in packed)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the packed copies, in bytes; those of matrices are made when they are first used."""
+        return sum(each.num_bytes for each in self._packed)
 
     def __enter__(self) -> PackedPair:
         for each in self._packed:
@@ -110,15 +118,21 @@ class PackedLinears:
 
     Args:
         model (`nn.Module`): on the CPU; a weak reference is kept.
+        besides (`nn.Module`, *optional*): a part of it that is left alone.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, besides: nn.Module | None = None):
         self._model = weakref.ref(model)
+        self._besides = None if besides is None else weakref.ref(besides)
         self._layers: dict[nn.Linear, _PackedLayer] = {}
+        # Where they go, every round: setting attributes of hundreds of modules the usual way takes a fifth of a millisecond.
+        self._places: list[tuple[dict[str, Any], _PackedLayer]] = []
         # For one row and for a few.
         self._worthwhile: dict[Any, tuple[bool, bool]] = {}
         self._depth = 0
         self._lock = threading.Lock()
+        # Memory of the packed copies.
+        self.num_bytes = 0
 
     def __enter__(self) -> PackedLinears:
         with self._lock:
@@ -134,25 +148,24 @@ class PackedLinears:
                 self._take_off()
 
     def _put_on(self) -> None:
-        for linear, layer in self._layers.items():
+        for attributes, layer in self._places:
             # On the instance, in front of the class's method: `_take_off` leaves no trace.
-            linear.forward = layer
+            attributes["forward"] = layer
 
     def _take_off(self) -> None:
-        for linear in self._layers:
-            linear.__dict__.pop("forward", None)
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the packed copies, in bytes."""
-        return sum(layer.weight.numel() * layer.weight.element_size() for layer in self._layers.values())
+        for attributes, _ in self._places:
+            attributes.pop("forward", None)
 
     @torch.no_grad()
     def refresh(self) -> PackedLinears:
         """Packs what is new or has changed, and lets go of layers that are gone; costs one reading of the weights."""
         with self._lock:
             layers = {}
+            besides = self._besides and self._besides()
+            left_alone = set() if besides is None else set(besides.modules())
             for linear in _linears(self._model()):
+                if linear in left_alone:
+                    continue
                 layer = self._layers.get(linear)
                 if layer is None or not layer.is_current():
                     layer = self._pack(linear)
@@ -161,6 +174,8 @@ class PackedLinears:
             if self._depth > 0:
                 self._take_off()
             self._layers = layers
+            self.num_bytes = sum(layer.weight.numel() * layer.weight.element_size() for layer in layers.values())
+            self._places = [(linear.__dict__, layer) for linear, layer in layers.items()]
             if self._depth > 0:
                 self._put_on()
         return self
@@ -181,45 +196,71 @@ class PackedLinears:
         return layer if layer.one or layer.few else None
 
 
-def packed_matrices(model: nn.Module, *, prepack: bool | None) -> Callable[..., torch.Tensor]:
-    """What multiplies by matrices of `model` that belong to no linear layer, in the form of `F.linear`.
-
-    Args:
-        prepack (`bool`, *optional*): `False` for `F.linear` itself.
-    """
-    if prepack is False or model.device.type != "cpu":
-        return F.linear
+def packed_matrices(model: nn.Module) -> PackedMatrices:
+    """What multiplies by matrices of `model` that are reached past its layers; `F.linear` outside of [`packed_pair`]'s blocks."""
     return _MATRICES.setdefault(model, PackedMatrices())
 
 
 class PackedMatrices:
     """`F.linear` by the fastest layout of each matrix: by rows as it is, by columns, or in oneDNN's blocks.
 
-    Every shape is measured once, with one row and with a few. A copy is made where it gains, and made anew when the
-    matrix has changed; changes through `.data` go unseen until the matrix moves.
+    In force between `__enter__` and `__exit__`, in the thread that is there. Every shape is measured once, with one row
+    and with a few; a copy is made where it gains, when the matrix is first used. `refresh` lets go of those whose matrix
+    has changed.
     """
 
     def __init__(self):
-        self._known: dict[int, tuple] = {}
+        self._known: dict[int, _PackedMatrix] = {}
+        self._here = threading.local()
+
+    def __enter__(self) -> PackedMatrices:
+        self._here.blocks = getattr(self._here, "blocks", 0) + 1
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._here.blocks -= 1
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the copies, in bytes."""
+        return sum(matrix.num_bytes for matrix in list(self._known.values()))
+
+    @torch.no_grad()
+    def refresh(self) -> PackedMatrices:
+        """Lets go of what has changed; costs one reading of the matrices."""
+        self._known = {key: matrix for key, matrix in list(self._known.items()) if matrix.is_current()}
+        return self
 
     def __call__(self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         count = rows.numel() // weight.shape[1]
         usable = weight.device.type == "cpu" and weight.dtype == rows.dtype and weight.dtype in DTYPES
-        if torch.is_grad_enabled() or not usable or weight.numel() < LEAST_WEIGHTS or not 0 < count <= MOST_ROWS:
+        usable = usable and weight.numel() >= LEAST_WEIGHTS and 0 < count <= MOST_ROWS
+        if not usable or torch.is_grad_enabled() or not getattr(self._here, "blocks", 0):
             return F.linear(rows, weight, bias)
         known = self._known.get(id(weight))
-        state = versions_of([weight])
-        if known is None or known[1] != state:
-            if known is None and len(self._known) >= MOST_MATRICES:
-                # Matrices of weights that were replaced, or of draft vocabularies.
-                self._known.clear()
-            # With the matrix itself, so that no other can take its place in memory.
-            known = self._known[id(weight)] = (weight, state, *_fastest_layouts(weight))
-        return known[2 if count == 1 else 3](rows, bias)
+        if known is None:
+            if len(self._known) >= MOST_MATRICES:
+                # Of draft vocabularies that are not in use any more.
+                self._known = {}
+            known = self._known[id(weight)] = _PackedMatrix(weight)
+        return (known.one if count == 1 else known.few)(rows, bias)
 
 
-def _fastest_layouts(weight: torch.Tensor) -> tuple[Callable, Callable]:
-    """The products of one row and of a few rows with `weight`, each in its fastest layout."""
+class _PackedMatrix:
+    """One matrix, and the products with one row and with a few in their fastest layouts."""
+
+    def __init__(self, weight: torch.Tensor):
+        # The matrix itself, so that no other can take its place in memory.
+        self._weight, self._seen = weight, _look_of(weight)
+        self.one, self.few, copies = _fastest_layouts(weight)
+        self.num_bytes = copies * weight.numel() * weight.element_size()
+
+    def is_current(self) -> bool:
+        return _look_of(self._weight) == self._seen
+
+
+def _fastest_layouts(weight: torch.Tensor) -> tuple[Callable, Callable, int]:
+    """The products of one row and of a few rows with `weight`, each in its fastest layout, and how many copies these are."""
     layouts = {"rows": lambda: weight, "columns": lambda: by_columns(weight.detach())}
     if torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         layouts["blocks"] = lambda: torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), None)
@@ -240,7 +281,8 @@ def _fastest_layouts(weight: torch.Tensor) -> tuple[Callable, Callable]:
         _FASTEST[kind] = tuple(
             _fastest_name({name: product(name) for name in layouts}, weight, count) for count in (1, MEASURED_ROWS)
         )
-    return tuple(product(name) for name in _FASTEST[kind])
+    one, few = _FASTEST[kind]
+    return product(one), product(few), len({one, few} - {"rows"})
 
 
 def _fastest_name(products: dict[str, Callable], weight: torch.Tensor, count: int) -> str:

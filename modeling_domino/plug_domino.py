@@ -146,7 +146,6 @@ def run_assisted(
     token = _SESSION.set(session)
     try:
         with packed_pair(target, drafter, prepack=drafter.prepack) as packed, grouped_heads(target):
-            session.packed_bytes = packed.num_bytes
             result = original(
                 target,
                 input_ids,
@@ -156,6 +155,7 @@ def run_assisted(
                 assistant_model=drafter,
                 **kwargs,
             )
+        session.packed_bytes = packed.num_bytes
         session.finish(result if isinstance(result, torch.Tensor) else result.sequences)
         return result
     finally:

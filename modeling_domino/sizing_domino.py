@@ -46,28 +46,20 @@ class Costs:
         """Seconds for 1, 2, ..., `most_rows` rows; never falling, since noise alone says that more rows cost less."""
         known = sorted(self.verify.items())
         seconds: list[float] = []
+        below, *larger = known
         for rows in range(1, most_rows + 1):
-            below = max((item for item in known if item[0] <= rows), default=known[0])
-            above = min((item for item in known if item[0] >= rows), default=None)
-            if above is None:
+            while larger and larger[0][0] <= rows:
+                below = larger.pop(0)
+            if below[0] >= rows:
+                value = below[1]
+            elif not larger:
                 # Beyond the last measured size every row costs what it cost on average before.
                 value = below[1] * rows / below[0]
-            elif above[0] == below[0] or below[0] > rows:
-                value = above[1]
             else:
-                share = (rows - below[0]) / (above[0] - below[0])
-                value = below[1] + share * (above[1] - below[1])
+                share = (rows - below[0]) / (larger[0][0] - below[0])
+                value = below[1] + share * (larger[0][1] - below[1])
             seconds.append(max(value, seconds[-1] if seconds else 0.0))
         return seconds
-
-    def may_shorten(self, num_drafts: int, batch: int = 1) -> bool:
-        """Whether leaving out drafts can gain enough to look at the probabilities, which takes a pass over the logits.
-
-        Where many rows cost what one costs, as on packed weights, it cannot.
-        """
-        draft = self.draft + self.per_draft * num_drafts
-        seconds = self.verify_seconds(batch * (num_drafts + 1))[batch - 1 :: batch]
-        return (seconds[-1] - seconds[0]) > WORTH_LOOKING * (draft + seconds[-1])
 
     def best_length(self, probabilities: torch.Tensor) -> int:
         """How many drafts of a chain to verify, from the probability of each given those before it, `[B, n]`.
@@ -100,6 +92,17 @@ class Costs:
         tokens = torch.cat([gain.new_full((1,), own), own + gain.cumsum(dim=0)])
         seconds = torch.tensor([draft + value for value in seconds], device=gain.device)
         return int((tokens / seconds).argmax())
+
+
+def may_shorten(costs: Costs, num_drafts: int, batch: int = 1) -> bool:
+    """Whether leaving out drafts can gain enough to look at their probabilities, which takes a pass over the logits.
+
+    Where many rows cost what one costs, as on packed weights, it cannot. Not a method: costs may come from another copy of
+    this code.
+    """
+    draft = costs.draft + costs.per_draft * num_drafts
+    seconds = costs.verify_seconds(batch * (num_drafts + 1))[batch - 1 :: batch]
+    return (seconds[-1] - seconds[0]) > WORTH_LOOKING * (draft + seconds[-1])
 
 
 class PastWidth:
@@ -164,7 +167,8 @@ class AutoOff:
         self._drafting, self._left, self._rest = True, self.TRIAL, self.REST
         # What the present phase is for: "trial" and "probe" draft, "plain" and "off" do not, "on" drafts.
         self._phase = "trial"
-        self._started, self._fresh = 0.0, False
+        # The first round pays for the prompt, which the drafter reads, and for what is made at first use.
+        self._started, self._fresh = 0.0, True
 
     def begin(self) -> bool:
         """Starts a round; whether it shall draft."""

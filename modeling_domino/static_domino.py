@@ -19,7 +19,6 @@ import torch
 from .cache_domino import cache_keyword, set_length, static_cache
 from .drafting_domino import SCORE_ONLY_PROCESSORS, DraftOptions, draft_chain
 from .graphs_domino import WARM_UPS, Graphs, one_function
-from .grouped_domino import attention_of
 from .kernels_domino import kernels_of
 from .loop_domino import DecodeLoop
 from .packed_domino import NOTHING_PACKED, PackedPair
@@ -230,12 +229,9 @@ class StaticRound:
         ).ids
 
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None, *, num_logits: int):
-        target = self.view.target
-        kwargs = {self.keyword: self.cache, **self._reader.forward_kwargs}
-        if target._supports_logits_to_keep():
-            kwargs["logits_to_keep"] = num_logits
+        kwargs = {self.keyword: self.cache, **self._reader.forward_kwargs, **self.view.logits_of_last(num_logits)}
         self._reader.listen()
-        return target(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, **kwargs)
+        return self.view.target(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, **kwargs)
 
     def _law(self, logits: torch.Tensor) -> torch.Tensor:
         return self.processors(self.anchor, logits[0].float())[None] if self.processors else logits
@@ -331,7 +327,7 @@ class StaticLoop(DecodeLoop):
         drafted = (options.candidates, options.temperatures, ranked, drafter.head_state, drafter.context_window)
         # A round keeps its processors, so that no other can take the place of one in memory.
         processors = tuple(id(each) for each in self.texts.processors or ())
-        attention = tuple(attention_of(model) for model in (target, drafter))
+        attention = tuple(model.config.get_text_config()._attn_implementation for model in (target, drafter))
         modules = tuple(
             (
                 id(each),
@@ -357,7 +353,7 @@ def check_static(target, drafter, input_ids: torch.Tensor, cache, processors, ge
     padded = mask is not None and not bool(mask.all())
     moved = positions.dim() != 2 or not torch.equal(positions[0].cpu(), torch.arange(length))
     reading = [type(each).__name__ for each in processors or [] if type(each) not in SCORE_ONLY_PROCESSORS]
-    attention = attention_of(target)
+    attention = target.config.get_text_config()._attn_implementation
     modules = [module for model in (target, drafter) for module in model.modules()]
     adapted = any(hasattr(module, "base_layer") for module in modules)
     rotary = {str(getattr(module, "rope_type", "")) for module in modules}

@@ -12,8 +12,6 @@ import weakref
 import torch
 from torch import nn
 
-from .grouped_domino import attention_of
-
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +42,13 @@ class TargetView:
         # Some targets scale the row inside the embedding module; drafters are trained on the raw row.
         scale = getattr(self._embedding, "embed_scale", None)
         self._embed_scale = None if scale is None else float(scale)
+        # Read from the signature of its forward, which takes as long as a layer.
+        self._selects_logits = target._supports_logits_to_keep()
         self._mention_empty_mask_row(config.mask_token_id)
+
+    def logits_of_last(self, num_rows: int) -> dict[str, int]:
+        """Arguments of the target's forward that make it compute logits of the last rows alone, if it can."""
+        return {"logits_to_keep": num_rows} if self._selects_logits else {}
 
     def embed(self, ids: torch.Tensor, *, like: torch.Tensor) -> torch.Tensor:
         """Raw embedding rows of `ids` `[B, n]` as `[B, n, D]`, with the device and dtype of `like`."""
@@ -144,7 +148,7 @@ def check_movable_rows(target: nn.Module, cache, *, what: str) -> None:
         ValueError: one sentence with what is required, what came and what to do.
     """
     text_config = target.config.get_text_config()
-    attention = attention_of(target)
+    attention = text_config._attn_implementation
     if attention not in ("eager", "sdpa"):
         raise ValueError(
             f"{what} need a target with eager or sdpa attention, got {attention}; load it with "

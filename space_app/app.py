@@ -126,14 +126,16 @@ def generate(prompt: str, max_new_tokens: float, drafts: str, request: gr.Reques
         Status, timeline (fragments of HTML), text, trace, and a replay page as a file.
     """
     visit = request.session_hash or ""
+    # A run that fails midway leaves on the page what it has shown.
+    shown: tuple[list[str], str] = ([], "")
     try:
         for trace, status in _rounds(prompt, int(max_new_tokens), drafts == "tree", visit):
             finished = "seconds" in trace
-            timeline = draw_timeline(trace, ENGINE.decode, finished=finished)
+            shown = draw_timeline(trace, ENGINE.decode, finished=finished), ENGINE.text(trace["output_ids"])
             files = _replay_page(trace, prompt) if finished else None
-            yield status, timeline, ENGINE.text(trace["output_ids"]), trace if finished else None, files
+            yield status, *shown, trace if finished else None, files
     except Exception as error:
-        yield note(sentence_of(error), loud=True), [], "", None, None
+        yield note(sentence_of(error), loud=True), *shown, None, None
 
 
 def race(prompt: str, max_new_tokens: float, request: gr.Request) -> Iterator[tuple]:
@@ -143,24 +145,25 @@ def race(prompt: str, max_new_tokens: float, request: gr.Request) -> Iterator[tu
         Status, timeline (fragments of HTML), text, trace, replay page, and race (fragments of HTML).
     """
     visit = request.session_hash or ""
+    shown: tuple[list[str], str, dict | None] = ([], "", None)
     try:
         for trace, status in _rounds(prompt, int(max_new_tokens), False, visit):
             finished = "seconds" in trace
-            shown = draw_timeline(trace, ENGINE.decode, finished=finished), ENGINE.text(trace["output_ids"])
-            yield status, *shown, trace if finished else None, None, []
+            drawn = draw_timeline(trace, ENGINE.decode, finished=finished)
+            shown = drawn, ENGINE.text(trace["output_ids"]), trace if finished else None
+            yield status, *shown, None, []
         if ENGINE.is_stopped(visit):
             return
         for state in run_race(prompt, int(max_new_tokens), visit):
             drawn = draw_race(state, ENGINE.decode)
             if state["next"]:
-                yield note("Recording the race, one racer at a time."), *shown, trace, None, drawn
+                yield note("Recording the race, one racer at a time."), *shown, None, drawn
             else:
-                done = note(RACED), *shown, trace
-                yield *done, _replay_page(trace, prompt, state), drawn
+                yield note(RACED), *shown, _replay_page(trace, prompt, state), drawn
         if ENGINE.is_stopped(visit):
-            yield note("Stopped."), *shown, trace, None, []
+            yield note("Stopped."), *shown, None, []
     except Exception as error:
-        yield note(sentence_of(error), loud=True), [], "", None, None, []
+        yield note(sentence_of(error), loud=True), *shown, None, []
 
 
 def stop(request: gr.Request) -> list[str]:

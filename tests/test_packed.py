@@ -189,9 +189,13 @@ def test_shapes_that_do_not_gain_are_left_alone(monkeypatch, calls):
 def test_one_row_and_a_few_are_packed_where_each_gains(monkeypatch, calls, gaining):
     """What is measured does not depend on the first run: a plain one once decided that blocks gain nothing either."""
     monkeypatch.setattr(packed_domino, "LEAST_WEIGHTS", 0)
-    monkeypatch.setattr(
-        packed_domino, "_fastest_of", lambda ways, rows: [0.1 if rows.shape[1] in gaining else 1.0, 1.0]
-    )
+
+    def seconds(ways, rows):
+        # Rows of linear layers come in a batch; other matrices gain nothing.
+        gains = rows.dim() == 3 and rows.shape[1] in gaining
+        return [0.1 if gains else 1.0, *[1.0] * (len(ways) - 1)]
+
+    monkeypatch.setattr(packed_domino, "_fastest_of", seconds)
     target = tiny_target()
     drafter = tiny_drafter(target)
     expected = target.generate(prompt(5), do_sample=False, max_new_tokens=12)
@@ -230,18 +234,27 @@ def test_a_matrix_gives_the_same_in_every_layout(layouts, dtype, one, few, bias)
     for shape in ((1, 37), (37,), (4, 37), (2, 3, 37)):
         rows = torch.linspace(-1, 1, 37).cos().expand(shape).to(dtype)
         usual = torch.nn.functional.linear(rows, weight, bias)
+        assert torch.equal(product(rows, weight, bias), usual) and product.num_bytes == 0
+    product.__enter__()
+    for shape in ((1, 37), (37,), (4, 37), (2, 3, 37)):
+        rows = torch.linspace(-1, 1, 37).cos().expand(shape).to(dtype)
+        usual = torch.nn.functional.linear(rows, weight, bias)
         torch.testing.assert_close(product(rows, weight, bias), usual, rtol=0, atol=10 * ROUNDING[dtype])
+    assert product.num_bytes == len({one, few} - {"rows"}) * weight.numel() * weight.element_size()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @torch.no_grad()
 def test_a_matrix_that_has_changed_is_laid_out_anew(layouts, layout):
+    """Also one that leaves no version, as fused optimisers do: each generation looks."""
     layouts(layout, layout)
-    product, rows = PackedMatrices(), torch.ones(1, 6)
+    product, rows = PackedMatrices().__enter__(), torch.ones(1, 6)
     weight = torch.ones(5, 6)
     assert product(rows, weight).tolist() == [[6.0] * 5]
     weight.mul_(2)
-    assert product(rows, weight).tolist() == [[12.0] * 5]
+    assert product.refresh()(rows, weight).tolist() == [[12.0] * 5]
+    weight.data = torch.full((5, 6), 3.0)
+    assert product.refresh()(rows, weight).tolist() == [[18.0] * 5]
     # Another in the place of the first, and more than are kept.
     for value in range(20):
         weight = torch.full((5, 6), float(value))
@@ -251,7 +264,7 @@ def test_a_matrix_that_has_changed_is_laid_out_anew(layouts, layout):
 
 def test_matrices_are_trained_as_they_are(layouts):
     layouts("columns", "columns")
-    product, weight = PackedMatrices(), torch.ones(5, 6, requires_grad=True)
+    product, weight = PackedMatrices().__enter__(), torch.ones(5, 6, requires_grad=True)
     product(torch.ones(1, 6), weight).sum().backward()
     assert weight.grad is not None and product._known == {}
 
@@ -262,8 +275,8 @@ def test_the_slow_layouts_are_left_alone(monkeypatch):
     seconds = {1: [1.0, 0.95, 0.92], packed_domino.MEASURED_ROWS: [1.0, 0.8, 0.5]}
     monkeypatch.setattr(packed_domino, "_fastest_of", lambda ways, rows: seconds[len(rows)])
     weight = torch.ones(300, 300)
-    one, few = packed_domino._fastest_layouts(weight)
-    assert list(packed_domino._FASTEST.values()) == [("rows", "blocks")]
+    one, few, copies = packed_domino._fastest_layouts(weight)
+    assert copies == 1 and list(packed_domino._FASTEST.values()) == [("rows", "blocks")]
     torch.testing.assert_close(one(torch.ones(1, 300)), few(torch.ones(1, 300)))
 
 
@@ -281,6 +294,12 @@ def test_the_head_drafts_the_same_by_other_layouts(layouts, prepack):
         ids[layout] = [step.draft_ids for step in drafter.last_run.steps]
     assert ids[True] == ids[False]
     assert bool(packed_domino._FASTEST) == (prepack is None)
+    if prepack is None:
+        # Copies of what a rollout multiplies by, counted with those of the linear layers: W_ih, W_hh and W_out.
+        gru, last = drafter.prefix_gru, drafter.embed_proj[2]
+        numbers = sum(weight.numel() for weight in (gru.weight_ih_l0, gru.weight_hh_l0, last.weight))
+        assert packed_domino.packed_matrices(drafter).num_bytes == 2 * 4 * numbers
+        assert drafter.last_run.packed_bytes >= 2 * 4 * numbers
 
 
 def test_adapted_and_offloaded_layers_are_left_alone(pack_everything):

@@ -10,7 +10,7 @@ from conftest import generate_loop, prompt, script_drafts, tiny_drafter, tiny_ta
 from test_verification import TOLERANCE, Model, block_outcomes, completed_law, sequences
 
 from modeling_domino.generation_domino import stream
-from modeling_domino.sizing_domino import AutoOff, Costs, PastWidth
+from modeling_domino.sizing_domino import AutoOff, Costs, PastWidth, may_shorten
 from modeling_domino.tree_domino import TreeShape
 
 
@@ -64,13 +64,13 @@ def test_best_length_and_nodes():
 
 def test_probabilities_are_looked_at_only_where_shorter_blocks_can_gain(monkeypatch):
     """On packed weights six rows cost what one costs: looking took half a millisecond a round and found nothing."""
-    assert not FREE.may_shorten(5) and DEAR.may_shorten(5)
+    assert not may_shorten(FREE, 5) and may_shorten(DEAR, 5)
     # At best 0.05 of 0.95 + 0.05 are saved, or 0.15 of 1.05.
-    assert not Costs({1: 0.85, 6: 0.9}, draft=0.1).may_shorten(5)
-    assert Costs({1: 0.8, 6: 0.95}, draft=0.1).may_shorten(5)
+    assert not may_shorten(Costs({1: 0.85, 6: 0.9}, draft=0.1), 5)
+    assert may_shorten(Costs({1: 0.8, 6: 0.95}, draft=0.1), 5)
     # What counts is the cost of all sequences of a batch; one alone costs nothing more.
     batches = Costs({1: 1.0, 6: 1.0, 18: 3.0}, draft=0.0)
-    assert not batches.may_shorten(5) and batches.may_shorten(5, batch=3)
+    assert not may_shorten(batches, 5) and may_shorten(batches, 5, batch=3)
     asked = []
     original = Costs.best_length
     monkeypatch.setattr(Costs, "best_length", lambda self, p: asked.append(self) or original(self, p))

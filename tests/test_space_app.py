@@ -138,6 +138,29 @@ def test_a_failure_is_a_message_in_the_page_and_the_app_goes_on(app, monkeypatch
     assert len(trace["output_ids"]) == 8
 
 
+def test_a_run_that_fails_midway_keeps_what_it_has_shown(app, monkeypatch):
+    original = app.run_rounds
+
+    def failing(*args):
+        for number, state in enumerate(original(*args)):
+            if number == 4:
+                raise RuntimeError("midway")
+            yield state
+
+    def failing_race(*args):
+        raise RuntimeError("at the start")
+        yield
+
+    with monkeypatch.context() as patch:
+        patch.setattr(app, "PACE", 0)
+        patch.setattr(app, "run_rounds", failing)
+        *_, before, last = app.generate("a b c", 24, "chain", VISITOR)
+        assert "midway" in joined(last[0]) and last[1:3] == before[1:3] and last[2]
+    monkeypatch.setattr(app, "run_race", failing_race)
+    *_, before, last = app.race("a b c", 8, VISITOR)
+    assert "at the start" in joined(last[0]) and last[1:4] == before[1:4] and last[2] and last[3]
+
+
 @pytest.mark.parametrize("prompt", ["a 🁫 👩‍👩‍👧 z", "مرحبا بالعالم", "\u202e a b", "a\x00b"])
 def test_any_script_is_served(app, prompt):
     *_, (_, timeline, _, trace, _) = app.generate(prompt, 6, "tree", VISITOR)

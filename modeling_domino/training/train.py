@@ -50,9 +50,11 @@ def main(argv: list[str] | None = None) -> dict:
     argv = sys.argv[1:] if argv is None else argv
     # Before any thread of the pool starts: denormal numbers make the softmax backward 100 times slower on CPUs.
     torch.set_flush_denormal(True)
+    grouped_before = dist.is_available() and dist.is_initialized()
     args, pair, data = parse(argv)
     record = run(args, pair, data, command=["domino", "train", *argv])
-    leave_group()
+    if not grouped_before:
+        leave_group()
     return record
 
 
