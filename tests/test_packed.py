@@ -196,6 +196,7 @@ def test_one_row_and_a_few_are_packed_where_each_gains(monkeypatch, calls, gaini
         return [0.1 if gains else 1.0, *[1.0] * (len(ways) - 1)]
 
     monkeypatch.setattr(packed_domino, "_fastest_of", seconds)
+    monkeypatch.setattr(packed_domino, "_FASTEST", {})
     target = tiny_target()
     drafter = tiny_drafter(target)
     expected = target.generate(prompt(5), do_sample=False, max_new_tokens=12)
