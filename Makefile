@@ -74,6 +74,7 @@ pages: .venv/stamp-dev
 	$(BIN)/domino card $(CARD)
 	$(BIN)/domino report --page README.md
 	$(BIN)/domino card README.md
+	$(BIN)/python kernels/benchmarks/benchmark.py --page README.md
 
 lint: .venv/stamp-dev
 	$(BIN)/ruff check .

@@ -89,3 +89,12 @@ def test_the_readme_shows_the_record(benchmark):
         r"<!-- kernels: (\S+) -->\n\n(.*?)\n\n<!-- /kernels -->", (ROOT / "README.md").read_text(), re.DOTALL
     )
     assert block[1] == benchmark.render(json.loads((ROOT / block[0]).read_text()))
+
+
+def test_a_page_is_rendered_from_the_record_it_names(benchmark, tmp_path):
+    (tmp_path / "one.json").write_text(RECORD.read_text())
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- kernels: one.json -->\nold\n<!-- /kernels -->\nafter\n")
+    subprocess.run([sys.executable, SCRIPT, "--page", page], check=True, capture_output=True)
+    table = benchmark.render(json.loads(RECORD.read_text()))
+    assert page.read_text() == f"before\n<!-- kernels: one.json -->\n\n{table}\n\n<!-- /kernels -->\nafter\n"

@@ -2,7 +2,8 @@
 
     kernels benchmark domino-drafters/domino-kernels            one operation after the other, verified (`kernels` library)
     python kernels/benchmarks/benchmark.py --output FILE        a record with provenance, on the device that is here
-    python kernels/benchmarks/benchmark.py --render FILE        the table of a record, as in the README
+    python kernels/benchmarks/benchmark.py --render FILE        the table of a record
+    python kernels/benchmarks/benchmark.py --page README.md     the same, put into a page where it names the record
 
 Weights are random: they change no time. All forms of one size run in turns, so that a busy machine slows them alike.
 """
@@ -14,6 +15,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -276,10 +278,14 @@ def provenance(device: str, dtype: torch.dtype, peak: float) -> dict:
 def write_record(output: Path, record: dict) -> None:
     """Writes it whole or not at all, and says so in one line of JSON."""
     output.parent.mkdir(parents=True, exist_ok=True)
-    work = output.with_name(output.name + ".part")
-    work.write_text(json.dumps(record, indent=2) + "\n")
-    work.replace(output)
+    write_whole(output, json.dumps(record, indent=2) + "\n")
     sys.stdout.write(json.dumps({"written": str(output), "records": len(record["results"])}) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    work = path.with_name(path.name + ".part")
+    work.write_text(text, encoding="utf-8")
+    work.replace(path)
 
 
 def load_kernel(folder: Path):
@@ -312,6 +318,16 @@ def render(record: dict) -> str:
             f"[{low:.2f}, {high:.2f}] | {each['of_eager']:.2f} |"
         )
     return "\n".join(lines)
+
+
+def render_page(text: str, folder: Path) -> str:
+    """A page with the table of each record between the comments that name it."""
+
+    def block(found: re.Match) -> str:
+        record = json.loads((folder / found[2]).read_text(encoding="utf-8"))
+        return f"{found[1]}\n\n{render(record)}\n\n<!-- /kernels -->"
+
+    return re.sub(r"(<!-- kernels: (\S+) -->).*?<!-- /kernels -->", block, text, flags=re.DOTALL)
 
 
 class DominoKernelsBenchmark(Benchmark):
@@ -403,11 +419,15 @@ def main() -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--output", type=Path, help="measure, and write the record here")
     what.add_argument("--render", type=Path, help="print the table of a record")
+    what.add_argument("--page", type=Path, help="render the records that a Markdown page names into it")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--repeats", type=int, default=15)
     options = parser.parse_args()
     if options.render is not None:
         sys.stdout.write(render(json.loads(options.render.read_text())) + "\n")
+        return
+    if options.page is not None:
+        write_whole(options.page, render_page(options.page.read_text(encoding="utf-8"), options.page.parent))
         return
     if options.repeats < 2:
         parser.error(f"--repeats must be at least 2 for quartiles, got {options.repeats}.")
