@@ -52,9 +52,8 @@ TREE := --tree-nodes 16 --tree-lanes 8 --tree-children 8
 results: .venv/stamp-dev
 	$(BENCH) $(TASKS) $(TREE) --out runs/results --max-samples 6 --temperatures 0 \
 		--methods plain,prompt-lookup,head-off,chain,tree,chain-stock
-	$(BENCH) $(TASKS) $(TREE) --out runs/results --max-samples 12 --temperatures 1 --methods plain,chain,tree
 	$(BENCH) $(TASKS) $(TREE) --out runs/results --max-samples 6 --temperatures 1 \
-		--methods chain,tree:tree-nodes=48:tree-lanes=16:tree-children=12
+		--methods plain,chain,tree,tree:tree-nodes=48:tree-lanes=16:tree-children=12
 	mkdir -p hub_cards/$(CARD)/results/benchmark
 	cp runs/results/summary.json hub_cards/$(CARD)/results/dev.json
 	cp runs/results/tasks.svg hub_cards/$(CARD)/results/
