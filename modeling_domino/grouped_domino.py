@@ -28,10 +28,11 @@ MARK = "_domino_blocks"
 
 
 class _Blocks(threading.local):
-    """Of one thread: its open blocks, and the last mask with its rows for all query heads that share keys."""
+    """Of one thread: its open blocks, the last mask with its rows for all query heads that share keys, and whether a call is passed on."""
 
     count = 0
     mask: tuple | None = None
+    is_passing = False
 
 
 @contextlib.contextmanager
@@ -59,11 +60,22 @@ def install() -> _Blocks:
         return getattr(present, MARK)
     blocks = _Blocks()
     # Set for this object of transformers alone, in front of what is registered for all.
-    own = present if "sdpa" in ALL_ATTENTION_FUNCTIONS._local_mapping else None
+    is_own = "sdpa" in ALL_ATTENTION_FUNCTIONS._local_mapping
+
+    def usual(*args, **kwargs):
+        # A wrapper that was registered later may call this function again: then the one before it is meant.
+        if is_own or blocks.is_passing:
+            return present(*args, **kwargs)
+        blocks.is_passing = True
+        try:
+            return ALL_ATTENTION_FUNCTIONS._global_mapping["sdpa"](*args, **kwargs)
+        finally:
+            blocks.is_passing = False
 
     def attention(module: nn.Module, query, key, value, attention_mask, *args, **kwargs):
-        usual = ALL_ATTENTION_FUNCTIONS._global_mapping["sdpa"] if own is None else own
-        if torch.compiler.is_compiling() or blocks.count == 0 or args:
+        if torch.compiler.is_compiling():
+            return present(module, query, key, value, attention_mask, *args, **kwargs)
+        if blocks.count == 0 or blocks.is_passing or args:
             return usual(module, query, key, value, attention_mask, *args, **kwargs)
         return grouped_attention(
             module, query, key, value, attention_mask, usual=usual, mask_of_groups=_remembering(blocks), **kwargs

@@ -327,8 +327,19 @@ class _PackedLayer:
 
 
 def _look_of(weight: torch.Tensor) -> tuple:
-    """What tells changed weights: place, type and sum. Changes through `.data` and by fused optimisers leave no version."""
-    return weight.data_ptr(), weight.dtype, weight.shape, weight.detach().sum().item()
+    """What tells changed weights: place, version and type, and sums of the rows weighed by where they lie.
+
+    Changes through `.data` and by fused optimisers leave no version; a plain sum misses rows that have changed places.
+    """
+    version = 0 if weight.is_inference() else weight._version
+    places = torch.linspace(1.0, 2.0, weight.shape[0], dtype=torch.float64)
+    return (
+        weight.data_ptr(),
+        version,
+        weight.dtype,
+        weight.shape,
+        (weight.detach().sum(dim=1).double() @ places).item(),
+    )
 
 
 def _linears(model: nn.Module):

@@ -154,7 +154,9 @@ def check_movable_rows(target: nn.Module, cache, *, what: str) -> None:
             f"{what} need a target with eager or sdpa attention, got {attention}; load it with "
             '`attn_implementation="sdpa"`, or draft a chain for one prompt at a time.'
         )
-    kinds = set(getattr(text_config, "layer_types", None) or ["full_attention"])
+    # Families without a list of layers have one window for all.
+    window = getattr(text_config, "sliding_window", None) and getattr(text_config, "use_sliding_window", True)
+    kinds = set(getattr(text_config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
     if kinds != {"full_attention"}:
         raise ValueError(
             f"{what} need a target with full attention in every layer, {type(target).__name__} has "

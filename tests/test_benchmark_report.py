@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from conftest import require_peer
 
 from modeling_domino.atomic import write_json
-from modeling_domino.benchmark.blocks import render_blocks
+from modeling_domino.benchmark.blocks import contexts_block, render_blocks
 from modeling_domino.benchmark.records import read_records
 from modeling_domino.benchmark.report import (
     compare,
@@ -339,11 +340,18 @@ def test_methods_and_variants_are_compared_with_the_chain(tmp_path):
     page.write_text("<!-- variants: run/summary.json -->\n<!-- /variants -->\n")
     page.write_text(page.read_text() + "<!-- contexts: run/summary.json -->\n<!-- /contexts -->\n")
     # A round of the chain takes 1.5 tokens of plain generation, and so does one of the tree on half of it: 0.75.
-    assert "| gsm8k | 5.0 | 1.50 | 0.75 | 100 | 100 | 100 |" in render_blocks(page)
+    assert "| gsm8k | 5.0 | 3.00 | 2.00 | 1.50 | 0.75 | 100 | 100 | 100 |" in render_blocks(page)
     row = (
         "| chain:verify-width=2 | 2.00 / 3 [2.00, 2.00] | 2.67 [2.67, 2.67] | 0.67 [0.67, 0.67] | 1.33 [1.33, 1.33] |"
     )
     assert row in render_blocks(page)
+
+
+def test_contexts_are_shown_by_length():
+    cells = {"tokens_per_second": 2.0, "peak_memory_mb": 9.0, "tau": 1.5, "round_cost": 1.2}
+    tasks = {f"context-{length}": cells for length in (1024, 128, 4096, 512)}
+    text = contexts_block({"results": {"plain": {**tasks, "average": cells}, "chain": {**tasks, "average": cells}}})
+    assert re.findall(r"^\| (\d+) \|", text, re.MULTILINE) == ["128", "512", "1024", "4096"]
 
 
 def test_the_result_blocks_of_a_page_come_from_the_files_they_name(tmp_path):

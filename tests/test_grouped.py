@@ -242,6 +242,20 @@ def test_attention_that_the_user_put_in_place_runs(monkeypatch, how, when):
     assert len(called) == 6
 
 
+def test_a_wrapper_around_ours_may_be_registered(monkeypatch, attends, copies):
+    """It is what ours passes calls to, and it calls ours: they once called one another for ever."""
+    monkeypatch.setattr(ALL_ATTENTION_FUNCTIONS, "_local_mapping", {})
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", sdpa_attention_forward)
+    target, called = tiny_target(), []
+    with grouped_heads(target):
+        pass
+    inner = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    AttentionInterface.register("sdpa", lambda *args, **kwargs: called.append(1) or inner(*args, **kwargs))
+    assert attends(target, copies) == 12 and len(called) == 6
+    with grouped_heads(target):
+        assert attends(target, copies) == 0
+
+
 def test_two_copies_of_the_code_share_one_function(copies, attends, monkeypatch):
     """A drafter from a folder brings its own copy: two functions in front of each other once called one another for ever."""
     monkeypatch.setattr(ALL_ATTENTION_FUNCTIONS, "_local_mapping", {})

@@ -7,8 +7,15 @@ import itertools
 
 import pytest
 import torch
-from conftest import generate_loop, prompt, tiny_drafter, tiny_target
-from transformers import DynamicCache, LogitsProcessorList, RepetitionPenaltyLogitsProcessor, StoppingCriteria
+from conftest import fill, generate_loop, prompt, tiny_drafter, tiny_target
+from transformers import (
+    DynamicCache,
+    LogitsProcessorList,
+    MistralConfig,
+    MistralForCausalLM,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteria,
+)
 
 from modeling_domino import drafting_domino, tree_domino
 from modeling_domino.cache_domino import keep_rows
@@ -350,3 +357,13 @@ def test_refusals():
     sliding = tiny_target(use_sliding_window=True, sliding_window=4, max_window_layers=2)
     with pytest.raises(ValueError, match="full attention in every layer"):
         generate_loop(sliding, tiny_drafter(sliding), prompt(4), max_new_tokens=4, tree=4)
+    # A family without a list of layers: its batches were wrong in silence.
+    fields = {name: getattr(target.config, name) for name in ("vocab_size", "hidden_size", "head_dim")}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 6, "intermediate_size": 64}
+    mistral = fill(MistralForCausalLM(MistralConfig(**fields, **heads, sliding_window=7, eos_token_id=None)))
+    drafter, ids = tiny_drafter(mistral), prompt(5, batch=2)
+    for options in ({"tree": 4, "input_ids": ids[:1]}, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}):
+        with pytest.raises(
+            ValueError, match="full attention in every layer, MistralForCausalLM has sliding_attention"
+        ):
+            drafter.spec_generate(mistral, max_new_tokens=4, **options)

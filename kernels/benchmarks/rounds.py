@@ -192,8 +192,8 @@ def main() -> None:
     what.add_argument("--output", type=Path, help="measure, and write the record here")
     what.add_argument("--render", type=Path, help="print the table of a record")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=30, help="rounds of each form, at least 2 (default 30)")
+    parser.add_argument("--context", type=int, default=512, help="tokens in front of them (default 512)")
     parser.add_argument(
         "--kernels", help="a build made by kernels/build.py, or what `set_kernels` takes; none by default"
     )

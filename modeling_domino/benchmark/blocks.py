@@ -76,21 +76,25 @@ def contexts_block(summary: dict[str, Any]) -> str:
     results = summary["results"]
     run = _methods_run(results)
     tasks = [task for task in results["plain"] if task != "average"]
+    # By length: fewer digits first.
+    tasks.sort(key=lambda task: (len(task), task))
 
     def shown(cells: dict[str, Any], task: str, name: str, digits: int) -> str:
         return NOT_RUN if cells[task] == NOT_RUN else number(cells[task][name], digits)
 
     rows = [
         [
-            task,
+            task.removeprefix("context-"),
             shown(results["plain"], task, "tokens_per_second", 1),
+            *(shown(cells, task, "tau", 2) for cells in run.values()),
             *(shown(cells, task, "round_cost", 2) for cells in run.values()),
             *(shown(cells, task, "peak_memory_mb", 0) for cells in (results["plain"], *run.values())),
         ]
         for task in tasks
     ]
-    costs, memory = (f"round cost, {name}" for name in run), (f"memory MB, {name}" for name in ("plain", *run))
-    return table(["context", "plain tokens/s", *costs, *memory], rows)
+    taus, costs = [f"tau, {name}" for name in run], [f"round cost, {name}" for name in run]
+    memory = [f"memory MB, {name}" for name in ("plain", *run)]
+    return table(["context", "plain tokens/s", *taus, *costs, *memory], rows)
 
 
 BLOCKS = {
