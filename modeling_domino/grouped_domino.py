@@ -77,9 +77,7 @@ def install() -> _Blocks:
             return present(module, query, key, value, attention_mask, *args, **kwargs)
         if blocks.count == 0 or blocks.is_passing or args:
             return usual(module, query, key, value, attention_mask, *args, **kwargs)
-        return grouped_attention(
-            module, query, key, value, attention_mask, usual=usual, mask_of_groups=_remembering(blocks), **kwargs
-        )
+        return grouped_attention(module, query, key, value, attention_mask, usual=usual, blocks=blocks, **kwargs)
 
     setattr(attention, MARK, blocks)
     ALL_ATTENTION_FUNCTIONS["sdpa"] = attention
@@ -96,7 +94,7 @@ def grouped_attention(
     scaling: float | None = None,
     *,
     usual: Callable,
-    mask_of_groups: Callable | None = None,
+    blocks: _Blocks | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
     """Attention in the form of transformers' `AttentionInterface`.
@@ -107,7 +105,7 @@ def grouped_attention(
         attention_mask: `[B or 1, 1 or H, m, S]`, boolean or added to the scores.
         scaling: of the scores, d^-0.5 by default.
         usual (`Callable`): the attention that does everything else.
-        mask_of_groups (`Callable`): see [`mask_of_groups`], which it is by default.
+        blocks (*optional*): remember the mask of a forward, for which its layers ask one after the other.
 
     Returns:
         `[B, m, H, d]`, and `None` for the weights, which are never materialised.
@@ -123,30 +121,25 @@ def grouped_attention(
         query.reshape(batch, -1, groups * rows, query.shape[-1]),
         key,
         value,
-        attn_mask=(mask_of_groups or _mask_of_groups)(attention_mask, groups, query.dtype),
+        attn_mask=_mask_of_groups(attention_mask, groups, query.dtype, blocks),
         scale=scaling,
     )
     return output.reshape(batch, heads, rows, -1).transpose(1, 2).contiguous(), None
 
 
-def _mask_of_groups(mask: torch.Tensor, groups: int, dtype: torch.dtype) -> torch.Tensor:
+def _mask_of_groups(mask: torch.Tensor, groups: int, dtype: torch.dtype, blocks: _Blocks | None) -> torch.Tensor:
     """What is added to the scores `[B, H', groups * m, S]`."""
+    last = None if blocks is None else blocks.mask
+    if last is not None and last[0] is mask and last[1:3] == (groups, dtype):
+        return last[3]
     added = mask
     if mask.dtype == torch.bool:
         added = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
     if mask.shape[1] == 1:
-        return added.repeat(1, 1, groups, 1)
-    return added.reshape(mask.shape[0], -1, groups * mask.shape[2], mask.shape[3])
-
-
-def _remembering(blocks: _Blocks) -> Callable:
-    """The same, made once for all layers of a forward: they ask with one mask, one after the other."""
-
-    def mask_of_groups(mask: torch.Tensor, groups: int, dtype: torch.dtype) -> torch.Tensor:
-        last = blocks.mask
-        if last is None or last[0] is not mask or last[1:3] != (groups, dtype):
-            # With the mask itself, so that no other can take its place in memory.
-            last = blocks.mask = (mask, groups, dtype, _mask_of_groups(mask, groups, dtype))
-        return last[3]
-
-    return mask_of_groups
+        added = added.repeat(1, 1, groups, 1)
+    else:
+        added = added.reshape(mask.shape[0], -1, groups * mask.shape[2], mask.shape[3])
+    if blocks is not None:
+        # With the mask itself, so that no other can take its place in memory.
+        blocks.mask = (mask, groups, dtype, added)
+    return added

@@ -198,6 +198,17 @@ def seconds(form, device: str) -> float:
     return start.elapsed_time(end) / 1000
 
 
+def milliseconds_of(taken: list[float]) -> dict[str, float | list[float]]:
+    """Median and quartiles of seconds."""
+    low, median, high = (1e3 * value for value in statistics.quantiles(taken, n=4))
+    return {"median": median, "quartiles": [low, high]}
+
+
+def milliseconds_text(spread: dict[str, float | list[float]]) -> str:
+    low, high = spread["quartiles"]
+    return f"{spread['median']:.2f} [{low:.2f}, {high:.2f}]"
+
+
 def bandwidth(device: str) -> float:
     """Bytes a second: from the data sheet, or on a CPU as read by summing 256 MB."""
     if device != "cpu":
@@ -221,7 +232,6 @@ def measure(kernel, name: str, device: str, dtype: torch.dtype, repeats: int, pe
     records = []
     for form, taken in times.items():
         median = statistics.median(taken)
-        quartiles = statistics.quantiles(taken, n=4)
         records.append(
             {
                 "size": name,
@@ -231,7 +241,7 @@ def measure(kernel, name: str, device: str, dtype: torch.dtype, repeats: int, pe
                 else "torch"
                 if kernel.missing(torch.device(device))
                 else "triton",
-                "milliseconds": {"median": 1e3 * median, "quartiles": [1e3 * quartiles[0], 1e3 * quartiles[2]]},
+                "milliseconds": milliseconds_of(taken),
                 "of_eager": median / eager,
                 "bytes": block.bytes_of(form),
                 "of_roofline": block.bytes_of(form) / median / peak,
@@ -312,10 +322,9 @@ def render(record: dict) -> str:
         "| --- | --- | --- | ---: | ---: |",
     ]
     for each in record["results"]:
-        low, high = each["milliseconds"]["quartiles"]
+        time_text = milliseconds_text(each["milliseconds"])
         lines.append(
-            f"| {each['size']} | {each['form']} | {each['implementation']} | {each['milliseconds']['median']:.2f} "
-            f"[{low:.2f}, {high:.2f}] | {each['of_eager']:.2f} |"
+            f"| {each['size']} | {each['form']} | {each['implementation']} | {time_text} | {each['of_eager']:.2f} |"
         )
     return "\n".join(lines)
 

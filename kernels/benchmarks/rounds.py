@@ -12,14 +12,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import statistics
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from benchmark import bandwidth, provenance, write_record
+from benchmark import bandwidth, milliseconds_of, milliseconds_text, provenance, write_record
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from modeling_domino import DominoConfig, DominoDraftModel
@@ -147,15 +146,11 @@ def measure(
         report = drafter.kernel_report()
         if options.get("static") and device != "cpu" and report.rounds["captured"] == 0:
             raise RuntimeError(f"{form} of {name} was to be one CUDA graph, and none was captured: {report}")
-        quartiles = statistics.quantiles(taken, n=4)
         records.append(
             {
                 "size": name,
                 "form": form,
-                "milliseconds": {
-                    "median": 1e3 * statistics.median(taken),
-                    "quartiles": [1e3 * quartiles[0], 1e3 * quartiles[2]],
-                },
+                "milliseconds": milliseconds_of(taken),
                 "rounds": rounds,
                 "context": context,
                 "kernels": str(report),
@@ -178,11 +173,8 @@ def render(record: dict) -> str:
         "| --- | --- | ---: | ---: |",
     ]
     for each in record["results"]:
-        low, high = each["milliseconds"]["quartiles"]
-        lines.append(
-            f"| {each['size']} | {each['form']} | {each['milliseconds']['median']:.2f} [{low:.2f}, {high:.2f}] | "
-            f"{each['of_plain']:.2f} |"
-        )
+        time_text = milliseconds_text(each["milliseconds"])
+        lines.append(f"| {each['size']} | {each['form']} | {time_text} | {each['of_plain']:.2f} |")
     return "\n".join(lines)
 
 
